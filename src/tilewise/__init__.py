@@ -20,6 +20,7 @@ from .faces import (
 )
 from .frontend.attention import attention
 from .frontend.flex import flex_attention
+from .frontend.invariance import batch_invariant
 from .frontend.kv_cache import flash_attn_combine, flash_attn_with_kvcache
 from .frontend.quantize import Quantized, quantize
 from .frontend.sdpa import scaled_dot_product_attention
@@ -40,6 +41,7 @@ __all__ = [
     "Quantized",
     "attention",
     "attention_reference",
+    "batch_invariant",
     "disable_sdpa",
     "enable_sdpa",
     "flash_attn_combine",

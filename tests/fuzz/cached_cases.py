@@ -146,6 +146,17 @@ def cached_case(seed: int, lane: CachedLane) -> CachedCase:
     return _shape(seed, random.Random(f"cached shape {seed}"), look, lane)
 
 
+def as_chunk(case: CachedCase) -> CachedCase:
+    """The same with as many queries as Hopper's forward of training takes, where it takes the rest
+    of the case.
+    """
+    look = case.look
+    mask = {"features": tuple(x for x in look.features if x != "mask"), "mask": ""}
+    look = dataclasses.replace(look, **mask, packed=False, kept="", scales="", out="own")
+    queries = (9 + case.seed * 7 % (case.lane.most_queries - 8),) * len(case.queries)
+    return dataclasses.replace(case, look=look, queries=queries, split_size=None)
+
+
 def _look(rng: random.Random, lane: CachedLane) -> CachedLook:
     features = set(rng.sample(FEATURES, rng.choice(COUNTS)))
     kept = rng.choice(KEPT)
@@ -193,8 +204,9 @@ def _shape(seed: int, rng: random.Random, look: CachedLook, lane: CachedLane) ->
     if look.mask == "tree":  # whose queries are among the keys
         keys = [max(k, q) for q, k in zip(queries, keys)]
         queries = [min(q, 64) for q in queries[1:]] + [1]
-    # Contiguous rows of 16 bits, one query count for all: a cache only where split_size says so
-    splits = lane.splits if look.packed or look.kept else lane.splits[1:]
+    # Contiguous rows of 16 bits, one query count for all: a cache only where split_size or out says
+    # so, wherever the case is put
+    splits = lane.splits if look.packed or look.kept or look.out else lane.splits[1:]
     has_window = look.has("window")
     return CachedCase(
         seed=seed,

@@ -5,10 +5,11 @@ import dataclasses
 import pytest
 import torch
 from helpers import overflow
+from helpers.tiers import sample
 
 import tilewise
 
-from .cached_cases import CACHED_LANES, cached_case
+from .cached_cases import CACHED_LANES, as_chunk, cached_case
 from .cached_inputs import LARGEST, _stored
 from .cached_run import run_cached
 
@@ -19,8 +20,8 @@ ON_A_GPU = {"hopper-cuda": 300, "portable-cuda": 200}
 CHUNK = 50
 
 
-def check(name, seeds):
-    outcomes = [run_cached(cached_case(seed, CACHED_LANES[name])) for seed in seeds]
+def check(name, seeds, changed=lambda case: case):
+    outcomes = [run_cached(changed(cached_case(seed, CACHED_LANES[name]))) for seed in seeds]
     failed = [str(outcome) for outcome in outcomes if outcome.faults]
     assert not failed, "\n" + "\n".join(failed)
 
@@ -38,6 +39,12 @@ def test_more(name, first):
     check(name, range(1000 + first, 1000 + min(first + CHUNK, MORE[name])))
 
 
+@pytest.mark.parametrize("seeds", sample([range(2), range(100, 160)], range(2)))
+def test_chunks(seeds):
+    """Of many queries, which Hopper's forward of training takes where their keys lie so."""
+    check("hopper-cpu", seeds, as_chunk)
+
+
 LOOKS = [(name, look) for name in ON_A_GPU for look in range(CACHED_LANES[name].looks)]
 
 
@@ -47,7 +54,10 @@ def test_on_a_gpu(name, look):
     """The cases of one look, which are served by the same few kernels."""
     if name == "hopper-cuda" and not IS_HOPPER:
         pytest.skip("needs a Hopper GPU")
-    check(name, range(look, ON_A_GPU[name], CACHED_LANES[name].looks))
+    seeds = range(look, ON_A_GPU[name], CACHED_LANES[name].looks)
+    check(name, seeds)
+    if name == "hopper-cuda":
+        check(name, seeds[:3], as_chunk)
 
 
 @pytest.mark.parametrize("kept", ["e4m3", "int8"])

@@ -18,7 +18,7 @@ DROP_IN = """flash_attn_func flash_attn_kvpacked_func flash_attn_qkvpacked_func
 SCORES = "ScoreMod alibi relative_bias score softcapped"
 PUBLIC = {
     "tilewise": f"""{DROP_IN} ArgumentError PerformanceWarning Quantized __version__ attention
-        attention_reference cache disable_sdpa enable_sdpa flash_attn_combine
+        attention_reference batch_invariant cache disable_sdpa enable_sdpa flash_attn_combine
         flash_attn_with_kvcache merge_states quantize scaled_dot_product_attention""",
     "tilewise.faces": DROP_IN,
     "tilewise.cache": "Append Rotary append",

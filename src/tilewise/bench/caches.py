@@ -44,7 +44,7 @@ class Decode(NamedTuple):
     lengths: str = ""
     cache: str = ""
     chunk: int = -1
-    split_size: int = 0  # of ours; 0 is the default
+    split_size: int = 0  # of ours; 0: none is asked for
 
     @property
     def queries(self) -> tuple[int, ...]:

@@ -53,25 +53,24 @@ def decoder(name: str) -> Decoder:
 
 def _ours(backend: str | None, of: Decode, device: str) -> Attend:
     from .. import attention
-    from ..tile.split_kv import default_split_size
 
     starts = starts_of(of, device)
-    # Without it a cache without pages goes to the kernels of training
-    split_size = of.split_size or default_split_size(of.nheads // of.nheads_k)
 
     def attend(q: Tensor, cache: Cache) -> Tensor:
-        out = attention(
+        found = attention(
             *(q, cache.k, cache.v),
             causal=True,
+            # Without it a cache without pages goes to the kernels of training
+            out=q.new_empty(*q.shape[:-1], of.headdim_v),
             seqused_k=cache.seqused_k,
             page_table=cache.page_table,
             cu_seqlens_q=starts,
             k_descale=cache.k_descale,
             v_descale=cache.v_descale,
-            split_size=split_size,
+            split_size=of.split_size or None,
             backend=backend,
         )
-        return cast(Tensor, out)
+        return cast(Tensor, found)
 
     return attend
 

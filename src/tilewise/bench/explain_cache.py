@@ -70,6 +70,7 @@ class CacheExplanation(NamedTuple):
     pieces: Pieces
     moved: Moved
     roof: Roof
+    in_pieces: str  # why keys are summed in pieces; "" where each tile of queries walks them all
 
     @property
     def intensity(self) -> float:
@@ -96,7 +97,8 @@ def explain_cache(
     chosen = backend or next((x.backend for x in answers if x.kind == "serves"), "")
     if any(x.backend == chosen and x.kind == "refuses" for x in answers):
         chosen = ""
-    planned = planned_by(chosen, of, cached, target, card)
+    in_pieces = why_in_pieces(chosen, cached)
+    planned = planned_by(chosen, of, cached, target, card, in_pieces)
     launches = []
     for launch in planned.launches:
         built, failed = built_by(launch, target) if with_compiler else (None, "not asked")
@@ -104,7 +106,7 @@ def explain_cache(
     cut = pieces_of(of, cached, planned)
     roof = card.roof(cached.q.itemsize * 8) if card is not None else cpu_roof(cached.q.dtype)
     where = chosen, backend is not None, answers, launches
-    return CacheExplanation(of, target, card, *where, cut, moved(of, cached, cut), roof)
+    return CacheExplanation(of, target, card, *where, cut, moved(of, cached, cut), roof, in_pieces)
 
 
 def cached_of(of: Decode, split_size: int | None) -> Cached:
@@ -146,8 +148,21 @@ class Planned(NamedTuple):
     lead: int = 1  # pieces of a block that one program walks, its first
 
 
-def planned_by(backend: str, of: Decode, cached: Cached, target: str, card: Card | None) -> Planned:
+def why_in_pieces(backend: str, cached: Cached) -> str:
+    """Why a backend sums keys in pieces; "" where it does not."""
+    if backend != "hopper":
+        return "split_size is asked for" if cached.split_size else "this backend always does"
+    from ..kernels.hopper.fwd.cached import why_in_pieces
+
+    return why_in_pieces(cached, outputs_of(cached)[0]) or ""
+
+
+def planned_by(
+    backend: str, of: Decode, cached: Cached, target: str, card: Card | None, in_pieces: str
+) -> Planned:
     """As a backend plans the step."""
+    if not in_pieces:
+        return Planned([chunk_launch(cached)], 0, True)
     if backend == "portable":
         plans = portable_plans(cached, None if card is None else card.sms)
         partials = plans[0].args.partials
@@ -184,6 +199,21 @@ def launch_of(plan, target: str) -> Launch:
     return Launch(plan.kernel.fn.__name__, *sides, plan.stages, plan.programs, False, compiled)
 
 
+def chunk_launch(cached: Cached) -> Launch:
+    """Hopper's launch of a chunk: that of the training forward."""
+    from ..kernels.hopper.descriptors import checked
+    from ..kernels.hopper.fwd.cached import plan_of
+    from ..kernels.hopper.fwd.launch import hopper_fwd_kernel
+    from ..testing import build
+
+    plan, args = plan_of(cached, *outputs_of(cached))
+    tile, constants = plan.tile, dict(FEATURES=plan.features, TILE=plan.tile, num_warps=4)
+    compiled = functools.partial(build, hopper_fwd_kernel, *checked(args), on="sm90", **constants)
+    sides = tile.BLOCK_M, tile.BLOCK_N, tile.BLOCK_D + tile.BLOCK_DV
+    numbers = tile.STAGES, args.queue.tiles, True
+    return Launch("hopper_fwd_kernel", *sides, *numbers, compiled, tile.PACK)
+
+
 def hopper_plan(of: Decode, cached: Cached, card: Card) -> Planned:
     """Hopper's one launch, whose tiles are counted by pieces: its programs divide these among them,
     by lengths that they read.
@@ -198,7 +228,7 @@ def hopper_plan(of: Decode, cached: Cached, card: Card) -> Planned:
     compiled = functools.partial(build, kernel, *checked(plan.args), on="sm90", **plan.constants)
     rows = tile.ROWS * tile.WARPGROUPS
     tiles = math.ceil(sizes.seqlen_q / (rows // cached.problem.group)) * sizes.nheads
-    each = sum(len(pieces(0, keys, cached.split_size)) for keys in of.sequences)
+    each = sum(len(pieces(0, keys, cached.piece_size)) for keys in of.sequences)
     sides = rows, tile.BLOCK_N, tile.BLOCK_D + tile.BLOCK_DV
     found = Launch("hopper_decode_kernel", *sides, tile.STAGES, tiles * each, True, compiled)
     has_room = each * sizes.seqlen_q <= sizes.room  # else tiles are whole
@@ -207,7 +237,7 @@ def hopper_plan(of: Decode, cached: Cached, card: Card) -> Planned:
 
 def pieces_of(of: Decode, cached: Cached, planned: Planned) -> Pieces:
     """Pieces by length; slots by what the host knows, which is the room alone."""
-    size = cached.split_size
+    size = cached.piece_size
     each = [len(pieces(0, keys, size)) for keys in of.sequences]
     room = math.ceil(capacity(cached.k, cached.page_table) / size)
     written = sum(max(n - planned.lead, 0) + (n > 0) for n in each)

@@ -55,7 +55,7 @@ def show(screen, found) -> None:
     for number, (column, one) in enumerate(zip(columns, found.launches)):
         beside = "all pieces" if number else f"{one.launch.block_n} keys"
         column[0] = f"{one.launch.block_m} rows (queries x heads) x {beside}"
-        if one.launch.is_persistent:
+        if one.launch.is_persistent and found.in_pieces:
             column[TILES], column[TILES + 1] = f"{column[TILES]}, counted by pieces", "one an SM"
     show_launches(screen, found, columns)
     screen.print(table(["pieces", ""], piece_rows(found)))
@@ -68,7 +68,11 @@ def piece_rows(found) -> list[tuple[str, str]]:
     """How keys are cut, and where what is known of the pieces lies."""
     cut = found.pieces
     total = f"{cut.of_longest} of the longest sequence, {cut.total:,} in the batch"
-    rows = [("split_size", f"{cut.split_size:,} keys, part of the arithmetic"), ("pieces", total)]
+    if not found.in_pieces:
+        return [("keys are summed", "by each tile of queries in turn, as in the training forward")]
+    rows = [("keys are summed", f"in pieces: {found.in_pieces}")]
+    rows.append(("split_size", f"{cut.split_size:,} keys, part of the arithmetic"))
+    rows.append(("pieces", total))
     if not found.launches:
         return [*rows, ("slots", "none: folded as they come")]
     if not cut.slots:
@@ -107,6 +111,7 @@ def as_record(found) -> dict:
     """The explanation as JSON takes it."""
     return {
         **common_record(found, found.of),
+        "in_pieces": found.in_pieces,
         "pieces": {**found.pieces._asdict(), "workspace": found.pieces.workspace},
         "moved": {**found.moved._asdict(), "total": found.moved.total},
         "roof": found.roof._asdict(),

@@ -19,7 +19,7 @@ from ..ops import kv_cache as cache_ops
 from ..ops.calls import find
 from ..problem import OPEN, Extras
 from ..tile.random_bytes import check_dropout, draw_rng
-from . import fp8
+from . import fp8, invariance
 from .cache_checks import check_cached, is_cached, refuse_beside_cache
 from .call import attend_cached, call, launch, launch_step
 from .qkv import in_order, sizes_of
@@ -142,7 +142,8 @@ def attention(
         page_table: int32 (batch, pages): key j of sequence b is row j % page_size of page
             page_table[b, j // page_size]. Unused entries and rows may hold any values.
         split_size: keys per split, counted from key 0; splits are folded in order, so that a row's
-            bits depend on the row alone (see the page on the cache).
+            bits depend on the row alone, in prefill, chunks and decoding. None: the fastest order
+            for each sequence, unless `tilewise.batch_invariant` is on (see the page on the cache).
         out: written in place and returned. `page_table`, `split_size`, `out` and 8-bit caches
             exclude dropout, bias, block_mask and score_mod; all but `split_size` exclude gradients.
         q_descale: fp32 scale for a float8_e4m3fn q, which represents q * q_descale: (), (nheads_k,)
@@ -181,7 +182,7 @@ def attention(
     has_more = has_more or type(q) is Quantized or getattr(q, "dtype", None) in fp8.ONE_BYTE
     if not has_more and type(dropout_p) in (int, float) and dropout_p == 0:
         plain = "attention", causal, scale, softcap, split_size, deterministic, layout, return_lse
-        plain = *plain, backend
+        plain = *plain, backend, invariance.is_on
         if max_seqlen_q is not None or max_seqlen_k is not None:
             plain = "attention with bounds", *plain, as_bound(max_seqlen_q), as_bound(max_seqlen_k)
         inputs: tuple[Any, Any, Any] = q, k, v

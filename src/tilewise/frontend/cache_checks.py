@@ -17,6 +17,7 @@ from ..problem import Extras, Scalars
 from ..tile import split_kv
 from ..tile.paging import batch_of, capacity
 from ..tile.quantize import is_one_byte
+from . import invariance
 from .checks import knows_values
 from .descale_checks import check_cache_dtypes, check_descale, check_query_dtype
 from .qkv import DTYPES, check_tensor, check_tensors
@@ -280,9 +281,9 @@ def _check_learned(q: Tensor, batch: int, extras: Extras) -> None:
 
 
 def check_split_size(split_size: Any, group: int) -> int:
-    """The keys of a piece."""
+    """The keys of a piece; 0 where nothing asks for pieces."""
     if split_size is None:
-        return split_kv.default_split_size(group)
+        return split_kv.default_split_size(group) if invariance.is_on else 0
     size = as_int(split_size)
     if size is None or size < 1:
         raise ArgumentError(

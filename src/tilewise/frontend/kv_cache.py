@@ -18,6 +18,7 @@ from ..tile import split_kv
 from ..tile.paging import batch_of
 from ..tile.rotary import Rotary, rotate
 from . import append as cache
+from . import invariance
 from .append_checks import check_tables
 from .cache_checks import check_cached, check_kind, check_reach, last_read, refuse_beside_cache
 from .call import attend_cached, launch_step
@@ -129,7 +130,9 @@ def flash_attn_with_kvcache(
         tensors = *tensors, alibi_slopes, learnable_sink, *descales, out
         if not (has_new or is_moved) and qv is q_descale is None and type(attention_chunk) is int:
             words = "flash_attn_with_kvcache", causal, softmax_scale, softcap, return_softmax_lse
-            entry, addresses = find(tensors, (*words, attention_chunk), window_size)
+            entry, addresses = find(
+                tensors, (*words, attention_chunk, invariance.is_on), window_size
+            )
         if entry is not None and entry.step is not None:
             known = launch_step(entry.step, tensors, addresses, return_softmax_lse)
             if known is not None:
@@ -381,7 +384,7 @@ def _attend(
     tensors = *cache, slopes, sinks, *descales, out
     addresses = None
     if mask_mod is None and entry is None:
-        words = "cache", causal, scale, softcap, split_size
+        words = "cache", causal, scale, softcap, split_size, invariance.is_on
         entry, addresses = find(tensors, words, window)
     if entry is not None and entry.step is not None:
         known = launch_step(entry.step, tensors, addresses, True)

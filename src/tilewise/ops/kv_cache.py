@@ -243,7 +243,7 @@ READ_NAMES = (
 
 # In order of preference; imported on first use
 BACKENDS = {
-    "hopper": "tilewise.kernels.hopper.decode.launch",
+    "hopper": "tilewise.kernels.hopper.fwd.cached",
     "portable": "tilewise.kernels.portable.decode_launch",
     "cpu": "tilewise.kernels.cpu.cache",
 }

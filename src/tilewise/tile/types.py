@@ -21,6 +21,15 @@ class Strided(NamedTuple):
     head: int
 
 
+class Table(NamedTuple):
+    """Where pages lie: of a cache without a table, a page is a sequence."""
+
+    page_table: torch.Tensor | None
+    stride: int
+    num_pages: int
+    page_size: int
+
+
 class Optionals(NamedTuple):
     """Memory of the optional tensors, or None; the constexpr flags of `Features` say which are
     there.
@@ -36,6 +45,7 @@ class Optionals(NamedTuple):
     dropout_rng: torch.Tensor | None = None
     modifiers: Modifiers | int = 0
     runs: Runs | None = None
+    pages: Table | None = None  # where keys are pages of a cache
 
 
 class Runs(NamedTuple):
@@ -179,6 +189,7 @@ class Pipeline(NamedTuple):
     V_FLAT: bool = False  # whether heads of V are columns of rows that hold them all
     FP8: bool = False  # whether tiles are of 8 bits: V^T instead of V, and keys downwards
     TRANSPOSES: bool = False  # with FP8: whether the kernel makes V^T of V
+    PAGE: int = 0  # keys of a copy, where they lie in pages: a page, or a block of one
 
 
 class SplitPipeline(NamedTuple):

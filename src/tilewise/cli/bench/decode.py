@@ -57,9 +57,7 @@ def _caches() -> tuple[str, ...]:
     type=OneInt(),
     help="Prompt queries in the last sequence; times the mixed batch and both parts alone.",
 )
-@click.option(
-    "--split-size", type=OneInt(), help="tilewise's split size.  [default: chosen from the heads]"
-)
+@click.option("--split-size", type=OneInt(), help="tilewise's split size.  [default: none]")
 @click.option(
     "--cache",
     "caches",

@@ -9,6 +9,7 @@ import torch
 from ...errors import short
 from ...problem import Extras, Mods, Problem, Scalars, describe
 from ...tile.rotary import Rotary
+from ...tile.split_kv import default_split_size
 from ...tile.types import Strided
 
 Tensor = torch.Tensor
@@ -24,7 +25,7 @@ class Cached(NamedTuple):
     page_table: Tensor | None  # (batch, pages), int32
     extras: Extras
     scalars: Scalars
-    split_size: int
+    split_size: int  # 0: not asked for, so that a backend may sum keys in another way
     mask: str = ""  # the name of the mask's tree
     backend: str | None = None  # the name of one to force
     entry: Any = None  # where the step is kept, an `ops.calls.Entry`, or None
@@ -32,6 +33,11 @@ class Cached(NamedTuple):
     # Of a cache of 8 bits: (), (nheads_k,), (batch, nheads_k), or shaped as it without headdim
     k_descale: Tensor | None = None
     v_descale: Tensor | None = None
+
+    @property
+    def piece_size(self) -> int:
+        """The keys of a piece, where they are summed in pieces."""
+        return self.split_size or default_split_size(self.q.shape[-2] // self.k.shape[2])
 
     @property
     def clears_tail(self) -> bool:

@@ -58,7 +58,7 @@ class CachedSequence(NamedTuple):
     @property
     def span(self) -> int:
         """The keys of a span, but for the last ones of a piece."""
-        return min(SPAN, self.cached.split_size)
+        return min(SPAN, self.cached.piece_size)
 
 
 class TokenTile(NamedTuple):
@@ -187,7 +187,7 @@ def _chunks(sequence: CachedSequence, tile: TokenTile) -> Iterator[Chunk]:
 
 def _spans(sequence: CachedSequence, first: int, last: int) -> Iterator[Chunk]:
     """The spans that have some of keys [first, last), with no others."""
-    size = sequence.cached.split_size
+    size = sequence.cached.piece_size
     for piece in pieces(first, last, size):
         start, stop = piece * size, min(last, (piece + 1) * size)
         skipped = max(0, first - start) // sequence.span

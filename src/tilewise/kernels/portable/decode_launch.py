@@ -181,7 +181,7 @@ def plans_of(
     numbers = numbers_of(cached.scalars, q[None] if is_packed else q, k)
     left, right = (min(side, reach) for side in cached.scalars[2:4])
     numbers = numbers._replace(left=left, right=right)
-    shared = optionals_of(extras, problem.mods), sizes, numbers, min(cached.split_size, 2**30)
+    shared = optionals_of(extras, problem.mods), sizes, numbers, min(cached.piece_size, 2**30)
     # How many queries each packed sequence has, only the device knows
     choice = choice_of(problem, triton.cdiv(rows, max(batch, 1)) if is_packed else rows)
     of_tile, of_block = (n // problem.group for n in (choice.tile.BLOCK_M, choice.rows))
@@ -189,14 +189,14 @@ def plans_of(
     tiles, blocks = (
         problem.nheads_k * most_blocks(batch, rows, n, is_packed) for n in (of_tile, of_block)
     )
-    pieces = triton.cdiv(fit, cached.split_size)
+    pieces = triton.cdiv(fit, cached.piece_size)
     used = problem.nheads_k * max(batch, q.shape[:-2].numel() // of_block)
     size = choice.rows * choice.row_tiles * (choice.tile.BLOCK_D + choice.tile.BLOCK_DV)
     has_room = size <= ROOM_BESIDE
     features, lead = features_of(problem), 1
     # Left of a window tiles of a block begin with different pieces, of which the fold knows its own
     if has_room and not features.LEFT:
-        lead = lead_of(used, pieces, cached.split_size, sms)
+        lead = lead_of(used, pieces, cached.piece_size, sms)
     all_rows = q.shape[:-2].numel() * problem.nheads
     need = pieces * all_rows * (problem.headdim_v + 2) * 4
     in_one = pieces <= lead or need > workspace

@@ -7,22 +7,12 @@ in the L1 cache then. TMA takes numbers that all lanes have, which sums over lan
 
 from typing import Any, NamedTuple
 
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ....tile.bounds import clamp
 from ..work import LANE_LAYOUT
 from .scales import Rows
-
-
-class Table(NamedTuple):
-    """Where pages lie: of a cache without a table, a page is a sequence."""
-
-    page_table: torch.Tensor | None
-    stride: int
-    num_pages: int
-    page_size: int
 
 
 class Entries(NamedTuple):

@@ -14,7 +14,7 @@ from ....emulator.switch import emulator_seed
 from ....hardware import REGISTERS
 from ....tile.paging import batch_of, capacity
 from ....tile.split_schedule import SplitSizes
-from ....tile.types import SplitPipeline, Strided
+from ....tile.types import SplitPipeline, Strided, Table
 from ...common import decode_step
 from ...common.alignment import ALIGNMENT, CACHE, misplaced
 from ...common.arguments import features_of, numbers_of, optionals_of
@@ -28,7 +28,6 @@ from ..compat import Descriptors, direct_of
 from ..descriptors import GL_DTYPES, DescriptorFields
 from ..tile_counter import counters_of
 from . import eight_bits
-from .entries import Table
 from .kernel import hopper_decode_kernel
 from .rows import Output, States
 from .scales import Scales
@@ -65,8 +64,8 @@ def refusal(cached: Cached) -> str | None:
     if problem.headdim % unit or problem.headdim_v % unit:
         return f"TMA copies rows of a multiple of {unit} elements of {k.dtype}"
     block_n = tile_of(problem).BLOCK_N
-    if cached.split_size % block_n:
-        return f"split_size={cached.split_size} is no multiple of {block_n} keys"
+    if cached.piece_size % block_n:
+        return f"split_size={cached.piece_size} is no multiple of {block_n} keys"
     return misplaced(CACHE["hopper"], q=cached.q, k=k, v=cached.v)
 
 
@@ -115,7 +114,7 @@ def plan_of(
     queries = q.shape[:-2].numel()
     tiles = problem.nheads_k * (triton.cdiv(rows, tokens) * (1 if is_packed else batch))
     tiles += problem.nheads_k * batch * is_packed
-    pieces = triton.cdiv(room, cached.split_size)
+    pieces = triton.cdiv(room, cached.piece_size)
     bound = tiles * max(pieces, 1)
     # Partial states of all pieces, or as many as there is memory for
     query_bytes = 4 * (problem.headdim_v + 2) * problem.nheads
@@ -124,7 +123,7 @@ def plan_of(
     handed_out, by_tile = counters.split([HANDED_OUT, counters.numel() - HANDED_OUT])
     partials = partials_of(q, max(states, 1) * problem.nheads, problem.headdim_v)
     packed = batch if is_packed else 0
-    sizes = SplitSizes(packed, problem.nheads_k, rows, room, batch, cached.split_size, states)
+    sizes = SplitSizes(packed, problem.nheads_k, rows, room, batch, cached.piece_size, states)
     args = (
         strided_of(q),
         *described(cached, tile),

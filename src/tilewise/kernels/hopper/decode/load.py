@@ -20,12 +20,12 @@ from ....tile.split_schedule import (
     share_of,
     streams_of,
 )
+from ....tile.types import Table
 from ..compat import tma_load
 from ..pipeline import advance, start, wait_empty
 from ..tile_messages import send
 from ..work import LANE_LAYOUT, fetch_next_tile, fetched_tile, reset_counter
 from .entries import (
-    Table,
     first_entries,
     look_up_rows,
     next_entries,

@@ -77,7 +77,8 @@ def hopper_fwd_kernel(
     # thread or, of four warpgroups, 128: a load warp needs few
     output = Output(out_desc, out_smem, lse, out_full, out_empty)
     call = KernelCall(queue, optionals, sizes, numbers)
-    sources = Sources(q_desc, k_desc, v_desc, bias_desc, heads_per_batch, v_step)
+    table = 0 if optionals.pages is None else optionals.pages
+    sources = Sources(q_desc, k_desc, v_desc, bias_desc, heads_per_batch, v_step, 0, table)
     if WARPGROUPS == 2:
         rings = Rings((q_0, q_1), kv_ring, messages, bias)
     else:

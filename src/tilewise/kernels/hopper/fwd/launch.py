@@ -19,7 +19,7 @@ from ....emulator.switch import emulator_seed
 from ....hardware import SHARED_MEMORY
 from ....problem import LONG_SEQLEN, NO_EXTRAS, Extras, Problem, Scalars
 from ....tile.schedule import even_group
-from ....tile.types import Features, Numbers, Optionals, Pipeline, Queue, Sizes, Strided
+from ....tile.types import Features, Numbers, Optionals, Pipeline, Queue, Sizes, Strided, Table
 from ....tuning.config import Key
 from ....tuning.select import architecture, select
 from ...common.arguments import features_of, numbers_of, optionals_of, packed_in, sizes_of
@@ -128,7 +128,7 @@ class Forward:
         out, lse = empty_out(self.problem, q)
         relaunch, device = self.relaunch, self.device
         if relaunch is None or not may_relaunch(device):
-            self._first(q, k, v, out, lse, extras)
+            self.first(q, k, v, out, lse, extras)
             return out, lse
         stream = torch._C._cuda_getCurrentRawStream(device)
         of = relaunch.described.at
@@ -148,8 +148,10 @@ class Forward:
         )
         return out, lse
 
-    def _first(self, q, k, v, out, lse, extras: Extras) -> None:
-        """The first launch of a signature, through Triton's launcher."""
+    def first(self, q, k, v, out, lse, extras: Extras, pages: Table | None = None) -> None:
+        """The first launch of a signature, through Triton's launcher; `pages` are where k and v are
+        those of a cache.
+        """
         if out.numel() == 0 and lse.numel() == 0:
             return
         given = k, v
@@ -163,9 +165,9 @@ class Forward:
         if self.problem.has_seqused_k and not self.problem.is_packed:
             k, v = in_steps(k), in_steps(v)
         extras = distinct_extras(extras)
-        plan = plan_for(self.problem, q, extras, self.is_flat)
+        plan = plan_for(self.problem, q, extras, self.is_flat, pages)
         extras = in_pairs(extras, plan)
-        args = arguments(self.problem, plan, q, k, v, out, lse, extras, self.scalars)
+        args = arguments(self.problem, plan, q, k, v, out, lse, extras, self.scalars, pages)
         constants = dict(FEATURES=plan.features, TILE=plan.tile, num_warps=4)
         if (seed := emulator_seed()) is not None and q.device.type == "cpu":
             from ....emulator.hopper import emulate
@@ -192,6 +194,8 @@ def relaunch_of(
     between = tuple(args[4:-1])
     has_extras = any(x is not None for x in extras.tensors)
     row = args.lse, args.queue.counter, *(extras.tensors if has_extras else ())
+    if args.optionals.pages is not None:
+        row = *row, args.optionals.pages.page_table
     pattern = pattern_of(between, row)
     if kernel is None or pattern is None:
         return None
@@ -200,23 +204,42 @@ def relaunch_of(
     return ForwardRelaunch(kernel, Descriptors(kernel, read), pattern, has_extras, constants)
 
 
-def arguments(problem, plan: Plan, q, k, v, out, lse, extras: Extras, scalars: Scalars) -> FwdArgs:
+def arguments(
+    problem: Problem,
+    plan: Plan,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    extras: Extras,
+    scalars: Scalars,
+    pages: Table | None = None,
+) -> FwdArgs:
     """The kernel's arguments for a call."""
     heads_per_batch = 0, 0
     if problem.has_seqused_k and not problem.is_packed:
         heads_per_batch = ragged_steps(k)[2], ragged_steps(v)[2]
     *described, for_bias = descriptors(problem, plan, q, k, v, out, extras.bias)
+    keys = k if pages is None else room_of(k, pages)
     return FwdArgs(
         *described,
         lse,
-        queue_of(problem, plan.tile, q, k, packed_in(extras)),
-        optionals_of(extras, problem.mods),
-        sizes_of(q, k, extras),
-        numbers_of(scalars, q, k),
+        queue_of(problem, plan.tile, q, keys, packed_in(extras)),
+        optionals_of(extras, problem.mods)._replace(pages=pages),
+        sizes_of(q, keys, extras),
+        numbers_of(scalars, q, keys),
         heads_per_batch,
         v.stride(2) if plan.tile.V_FLAT else 0,
         for_bias,
     )
+
+
+def room_of(k: Tensor, pages: Table) -> Tensor:
+    """A meta tensor of as many rows as sequences of pages have room for."""
+    table = pages.page_table
+    shape = (k.shape[0], 0) if table is None else table.shape
+    return torch.empty(shape[0], shape[1] * pages.page_size, *k.shape[2:], device="meta")
 
 
 def lse_of_nothing(lse: Tensor, sinks: Tensor | None) -> Tensor:
@@ -236,7 +259,11 @@ def pack_of(problem: Problem, seqlen_q: int) -> int:
 
 
 def plan_for(
-    problem: Problem, q: Tensor, extras: Extras = NO_EXTRAS, is_flat: bool = False
+    problem: Problem,
+    q: Tensor,
+    extras: Extras = NO_EXTRAS,
+    is_flat: bool = False,
+    pages: Table | None = None,
 ) -> Plan:
     """The plan of a call; of packed sequences that of long ones where `max_seqlen_q` allows some,
     else that of their mean length.
@@ -247,7 +274,8 @@ def plan_for(
     is_short = seqlen_q <= LONG_SEQLEN and not problem.is_long
     is_copied = has_tiles(extras.bias, q)
     bias = bias_step(extras.bias), is_copied
-    return plan_of(problem, q.device, is_short, pack, *bias, is_flat)
+    page_size = 0 if pages is None else pages.page_size
+    return plan_of(problem, q.device, is_short, pack, *bias, is_flat, page_size)
 
 
 def plan_of(
@@ -258,6 +286,7 @@ def plan_of(
     bias_step: int = 0,
     has_tiles: bool = False,
     is_flat: bool = False,
+    page_size: int = 0,
 ) -> Plan:
     """The plan of a problem, as the tuning tables say."""
     block_d, block_dv = (
@@ -269,7 +298,7 @@ def plan_of(
     widest = max(block_d, block_dv)  # to 192, with 128 of V: 128 keys fit
     config = select(Key(arch, "hopper_fwd", widest, 16, problem.is_causal, is_short), device)
     warpgroups = config.BLOCK_M // WARPGROUP_ROWS
-    if pack > 1 or problem.has_alibi or problem.has_left or problem.is_modified:
+    if pack > 1 or problem.has_alibi or problem.has_left or problem.is_modified or page_size:
         warpgroups = 2  # three have 160 registers a thread each: positions would spill
     of_o = out_columns(block_d, block_dv)
     block_n = config.BLOCK_N
@@ -286,6 +315,7 @@ def plan_of(
         pack,
         bias_step,
         V_FLAT=is_flat,
+        PAGE=min(page_size, block_n),
     )
     if shared_memory(tile, of_o) > SHARED_MEMORY["sm90"]:
         tile = tile._replace(Q_STAGES=1)
@@ -295,7 +325,7 @@ def plan_of(
             copied = copied._replace(Q_STAGES=1)
         tile = copied if shared_memory(copied, of_o) <= SHARED_MEMORY["sm90"] else tile
     features = features_of(problem)._replace(FAST_TANH=problem.has_softcap)
-    of_keys = [1, 1, 1, tile.BLOCK_N] if is_ragged(problem) else [1, 1, tile.BLOCK_N]
+    of_keys = [1, 1, 1, tile.PAGE or block_n] if is_ragged(problem) else [1, 1, block_n]
     rows, columns = WARPGROUP_ROWS, block_d // column_groups(block_d)
     of_out = [1, 1, 1, rows] if problem.is_packed else [1, 1, rows // pack, pack]
     blocks = (

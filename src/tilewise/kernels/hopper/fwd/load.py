@@ -12,14 +12,11 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ....tile.seqlen import modifiers_of
 from ....tile.varlen import Hint
-from ...common.quantized import COLUMNS
 from ..bias import copy_bias
 from ..compat import tma_load
 from ..layouts import column_groups
-from ..pieces import TMA_UNIT
 from ..pipeline import PipelineState, advance, start, wait_empty
 from ..tile_messages import send
-from ..tma import load_ragged
 from ..work import (
     END,
     LANE_LAYOUT,
@@ -30,11 +27,10 @@ from ..work import (
     key_head,
     reset_counter,
 )
-from .runs import arrived_block, await_keys, no_block, open_run, open_runs
+from .key_blocks import KeyBlock, block_of, load_rows, nowhere
+from .runs import arrived_block, await_keys, open_run, open_runs
 from .transpose import await_values, leave
 from .varlen import find_tile, no_more, open_in_batch, open_ragged, place_in
-
-V_COLUMNS = gl.constexpr(COLUMNS)  # of V^T, of which each packed sequence has a multiple
 
 
 class Sources(NamedTuple):
@@ -47,32 +43,7 @@ class Sources(NamedTuple):
     heads_per_batch: tuple  # with `seqused_k`: heads of K, and of V, from a batch to the next
     v_step: gl.tensor  # where V is flat, elements from a head of it to the next
     transposing: tuple = 0  # where the kernel makes V^T itself: `transpose.Transposing`
-
-
-class KeyBlock(NamedTuple):
-    """The coordinates of a block of keys."""
-
-    batch: gl.tensor
-    head: gl.tensor
-    n_start: gl.tensor
-
-
-class RaggedKeyBlock(NamedTuple):
-    """The same where a sequence may end inside the tensor: see `tma`."""
-
-    head: tuple  # of K, and of V
-    stop: gl.tensor
-    size: gl.tensor
-    n_start: gl.tensor
-
-
-class TransposedBlock(NamedTuple):
-    """The same in FP8: a row of K, and a column of V^T."""
-
-    batch: gl.tensor
-    head: gl.tensor
-    row: gl.tensor
-    column: gl.tensor
+    table: tuple = 0  # where keys lie in pages: a `Table`
 
 
 class Progress(NamedTuple):
@@ -166,37 +137,6 @@ def load_tile(sources, rings, progress, work, call, FEATURES: gl.constexpr, TILE
 
 
 @gluon.jit
-def nowhere(FEATURES: gl.constexpr, TILE: gl.constexpr):
-    """Before the first block."""
-    if TILE.FP8:
-        return TransposedBlock(0, 0, 0, 0)
-    elif FEATURES.RUNS:
-        return no_block()
-    elif FEATURES.PACKED or FEATURES.SEQUSED_K:
-        return RaggedKeyBlock((0, 0), 0, 0, 0)
-    else:
-        return KeyBlock(0, 0, 0)
-
-
-@gluon.jit
-def block_of(work, batch, head_k, n_start, sources, FEATURES: gl.constexpr, TILE: gl.constexpr):
-    """The coordinates of a block of keys."""
-    if TILE.FP8:
-        # Columns of V^T past a sequence's end are 0, and what K has there is masked
-        first_k, first = 0, 0
-        if FEATURES.PACKED:
-            first_k = work.first_k
-            first = (first_k // V_COLUMNS + work.batch) * V_COLUMNS
-        return TransposedBlock(batch, head_k, first_k + n_start, first + n_start)
-    elif FEATURES.PACKED or FEATURES.SEQUSED_K:
-        heads_k, heads_v = sources.heads_per_batch
-        heads = head_k + batch * heads_k, head_k + batch * heads_v
-        return RaggedKeyBlock(heads, work.first_k + work.seqlen_k, work.seqlen_k, n_start)
-    else:
-        return KeyBlock(batch, head_k, n_start)
-
-
-@gluon.jit
 def load_queries(ring, state, desc, place, TILE: gl.constexpr):
     """Fills a stage of a warpgroup's queries, as soon as it is empty."""
     shape: gl.constexpr = desc.block_type.shape
@@ -216,48 +156,17 @@ def load_kv(kv_ring, state, sources, keys, has_keys, values, has_values, TILE: g
     `full` when the last byte of both is there.
     """
     GROUPS: gl.constexpr = column_groups(TILE.BLOCK_D)
-    K_BYTES: gl.constexpr = GROUPS * sources.k.block_type.nbytes
-    V_BYTES: gl.constexpr = sources.v.block_type.nbytes
+    BOXES: gl.constexpr = TILE.BLOCK_N // TILE.PAGE if TILE.PAGE > 0 else 1
+    K_BYTES: gl.constexpr = GROUPS * BOXES * sources.k.block_type.nbytes
+    V_BYTES: gl.constexpr = BOXES * sources.v.block_type.nbytes
     wait_empty(kv_ring, state)
     full = kv_ring.full.index(state.stage)
     mbarrier.expect(full, K_BYTES + V_BYTES, pred=has_keys & has_values)
     mbarrier.expect(full, K_BYTES, pred=has_keys & (not has_values))
     mbarrier.expect(full, V_BYTES, pred=(not has_keys) & has_values)
     k, v = kv_ring.k.index(state.stage * GROUPS), kv_ring.v.index(state.stage)
-    load_rows(sources.k, keys, 0, full, k, has_keys, 0, TILE)
+    load_rows(sources, keys, 0, full, k, has_keys, 0, TILE)
     for group in gl.static_range(1, GROUPS):
         k = kv_ring.k.index(state.stage * GROUPS + group)
-        load_rows(sources.k, keys, 0, full, k, has_keys, 0, TILE, group * k.shape[1])
-    load_rows(sources.v, values, 1, full, v, has_values, sources.v_step, TILE)
-
-
-@gluon.jit
-def load_rows(
-    desc, block, WHICH: gl.constexpr, full, buffer, pred, step, TILE: gl.constexpr, first=0
-):
-    """Of K (WHICH is 0), columns from `first` on, or V. V_FLAT rows hold all heads, `step` elements
-    apart; a copy begins at a multiple of 16 bytes, and so with up to 7 elements of the head before.
-    """
-    shape: gl.constexpr = desc.block_type.shape
-    FLAT: gl.constexpr = TILE.V_FLAT and WHICH == 1
-    if TILE.FP8:
-        at = [block.batch, block.head, block.row, 0]
-        if WHICH == 1:
-            at = [block.batch, block.head, 0, block.column]
-        tma_load(desc, at, full, buffer.reshape(shape), pred=pred)
-    elif len(shape) == 5:
-        head, column = place_of_head(block.head[WHICH], step, first, FLAT)
-        load_ragged(desc, block.stop, block.size, head, block.n_start, full, buffer, pred, column)
-    else:
-        head, column = place_of_head(block.head, step, first, FLAT)
-        at = [block.batch, head, block.n_start, column]
-        tma_load(desc, at, full, buffer.reshape(shape), pred=pred)
-
-
-@gluon.jit
-def place_of_head(head, step, first, FLAT: gl.constexpr):
-    """A head, and the column that its rows are copied from, in the coordinates of a descriptor."""
-    if FLAT:
-        return 0, head * step // TMA_UNIT * TMA_UNIT
-    else:
-        return head, first
+        load_rows(sources, keys, 0, full, k, has_keys, 0, TILE, group * k.shape[1])
+    load_rows(sources, values, 1, full, v, has_values, sources.v_step, TILE)

@@ -1,0 +1,57 @@
+"""`tilewise.batch_invariant`: whether calls with a KV cache ask for the contract of pieces."""
+
+from __future__ import annotations
+
+import os
+
+from .scalars import check_flag
+
+# Of the process, not of a thread, and what a compiler reads, so that a graph which was compiled
+# without it is not run with it
+is_on = os.environ.get("TILEWISE_BATCH_INVARIANT") == "1"
+
+
+def batch_invariant(enabled: bool = True) -> BatchInvariant:
+    """Makes calls with a KV cache give a token the same bits in a prefill, in chunks of it and one
+    by one, from here on or within a `with` block.
+
+    Example:
+        >>> import torch, tilewise
+        >>> q, k = torch.randn(1, 3, 4, 16), torch.randn(1, 9, 4, 16)
+        >>> used = torch.tensor([9], dtype=torch.int32)
+        >>> with tilewise.batch_invariant():
+        ...     out = tilewise.flash_attn_with_kvcache(q, k, k, cache_seqlens=used, causal=True)
+        >>> out.shape
+        torch.Size([1, 3, 4, 16])
+
+    Such calls then sum keys in pieces of `split_size=None`'s table: 512 for up to 4 query heads a
+    key head, 1024 for up to 8, 2048 for more. A `split_size` of a call's own wins. Without it a
+    row's bits depend on its own sequence and the form of the call, not on its batch, and chunks of
+    many queries may be faster (see the page on the cache). TILEWISE_BATCH_INVARIANT=1 in the
+    environment, when tilewise is imported, does the same.
+
+    Args:
+        enabled: False turns it off.
+
+    Returns:
+        A context manager, whose end restores what was before. Blocks nest. It is the process's, not
+        a thread's; compiled functions are compiled again.
+    """
+    global is_on
+    before = is_on
+    is_on = check_flag("enabled", enabled)
+    return BatchInvariant(before)
+
+
+class BatchInvariant:
+    """The context manager that `batch_invariant` returns: its end reverts the call."""
+
+    def __init__(self, before: bool) -> None:
+        self._before = before
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *raised: object) -> None:
+        global is_on
+        is_on = self._before

@@ -1,0 +1,152 @@
+"""Blocks of keys as the load warp copies them, in the coordinates of a descriptor: of rows of a
+batch, of packed sequences, of pages of a cache, and FP8's V^T.
+"""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ....tile.bounds import clamp
+from ....tile.splits import SeenKeys
+from ...common.quantized import COLUMNS
+from ..compat import tma_load
+from ..decode.entries import first_entries, page_of, pages_of
+from ..pieces import TMA_UNIT
+from ..tma import BILLION, load_ragged
+from ..work import LANE_LAYOUT
+from .runs import no_block
+
+V_COLUMNS = gl.constexpr(COLUMNS)  # of V^T, of which each packed sequence has a multiple
+
+
+class KeyBlock(NamedTuple):
+    """The coordinates of a block of keys."""
+
+    batch: gl.tensor
+    head: gl.tensor
+    n_start: gl.tensor
+
+
+class RaggedKeyBlock(NamedTuple):
+    """The same where a sequence may end inside the tensor: see `tma`."""
+
+    head: tuple  # of K, and of V
+    stop: gl.tensor
+    size: gl.tensor
+    n_start: gl.tensor
+
+
+class PagedKeyBlock(NamedTuple):
+    """The same where keys lie in pages."""
+
+    pages: gl.tensor  # of short ones an entry a lane, else one
+    row: gl.tensor  # of the first key, in its page
+    head: gl.tensor
+    n_start: gl.tensor
+    seqlen_k: gl.tensor
+
+
+class TransposedBlock(NamedTuple):
+    """The same in FP8: a row of K, and a column of V^T."""
+
+    batch: gl.tensor
+    head: gl.tensor
+    row: gl.tensor
+    column: gl.tensor
+
+
+@gluon.jit
+def nowhere(FEATURES: gl.constexpr, TILE: gl.constexpr):
+    """Before the first block."""
+    if TILE.FP8:
+        return TransposedBlock(0, 0, 0, 0)
+    elif FEATURES.RUNS:
+        return no_block()
+    elif TILE.PAGE > 0:
+        pages = gl.zeros([32], gl.int32, LANE_LAYOUT) if TILE.PAGE < TILE.BLOCK_N else 0
+        return PagedKeyBlock(pages, 0, 0, 0, 0)
+    elif FEATURES.PACKED or FEATURES.SEQUSED_K:
+        return RaggedKeyBlock((0, 0), 0, 0, 0)
+    else:
+        return KeyBlock(0, 0, 0)
+
+
+@gluon.jit
+def block_of(work, batch, head_k, n_start, sources, FEATURES: gl.constexpr, TILE: gl.constexpr):
+    """The coordinates of a block of keys."""
+    if TILE.FP8:
+        # Columns of V^T past a sequence's end are 0, and what K has there is masked
+        first_k, first = 0, 0
+        if FEATURES.PACKED:
+            first_k = work.first_k
+            first = (first_k // V_COLUMNS + work.batch) * V_COLUMNS
+        return TransposedBlock(batch, head_k, first_k + n_start, first + n_start)
+    elif TILE.PAGE > 0:
+        keys = SeenKeys(0, work.seqlen_k, 0, 0)
+        entries = first_entries(n_start, work, keys, sources.table, TILE.PAGE, TILE.BLOCK_N)
+        pages = pages_of(entries, sources.table)
+        return PagedKeyBlock(pages, entries.row, head_k, n_start, work.seqlen_k)
+    elif FEATURES.PACKED or FEATURES.SEQUSED_K:
+        heads_k, heads_v = sources.heads_per_batch
+        heads = head_k + batch * heads_k, head_k + batch * heads_v
+        return RaggedKeyBlock(heads, work.first_k + work.seqlen_k, work.seqlen_k, n_start)
+    else:
+        return KeyBlock(batch, head_k, n_start)
+
+
+@gluon.jit
+def load_rows(
+    sources, block, WHICH: gl.constexpr, full, buffer, pred, step, TILE: gl.constexpr, first=0
+):
+    """Of K (WHICH is 0), columns from `first` on, or V. V_FLAT rows hold all heads, `step` elements
+    apart; a copy begins at a multiple of 16 bytes, and so with up to 7 elements of the head before.
+    """
+    desc = sources.k if WHICH == 0 else sources.v
+    shape: gl.constexpr = desc.block_type.shape
+    FLAT: gl.constexpr = TILE.V_FLAT and WHICH == 1
+    if TILE.FP8:
+        at = [block.batch, block.head, block.row, 0]
+        if WHICH == 1:
+            at = [block.batch, block.head, 0, block.column]
+        tma_load(desc, at, full, buffer.reshape(shape), pred=pred)
+    elif TILE.PAGE > 0:
+        heads, page_size = sources.heads_per_batch[WHICH], sources.table.page_size
+        load_pages(desc, block, heads, page_size, full, buffer, pred, first, TILE)
+    elif len(shape) == 5:
+        head, column = place_of_head(block.head[WHICH], step, first, FLAT)
+        load_ragged(desc, block.stop, block.size, head, block.n_start, full, buffer, pred, column)
+    else:
+        head, column = place_of_head(block.head, step, first, FLAT)
+        at = [block.batch, head, block.n_start, column]
+        tma_load(desc, at, full, buffer.reshape(shape), pred=pred)
+
+
+@gluon.jit
+def load_pages(
+    desc, block, heads_per_page, page_size, full, buffer, pred, column, TILE: gl.constexpr
+):
+    """A block of keys as copies of a page each, or as one of a part of a page. Each page ends where
+    its sequence does: see `tma`. Of one past the last key nothing is read, and zeros are written.
+    """
+    BOX: gl.constexpr = TILE.PAGE
+    N: gl.constexpr = TILE.BLOCK_N
+    rows = buffer.reshape([1, 1, 1, N, desc.block_type.shape[4]])
+    for i in gl.static_range(N // BOX):
+        head = block.head + page_of(block.pages, i, BOX, N) * heads_per_page
+        if BOX < N:
+            row, used = 0, clamp(block.seqlen_k - block.n_start - i * BOX, 0, BOX)
+        else:
+            row = block.row
+            used = clamp(block.seqlen_k - block.n_start + row, 0, page_size)
+        at = [BILLION, used, head, BILLION - used + row, column]
+        tma_load(desc, at, full, rows.slice(i * BOX, BOX, 3), pred=pred)
+
+
+@gluon.jit
+def place_of_head(head, step, first, FLAT: gl.constexpr):
+    """A head, and the column that its rows are copied from, in the coordinates of a descriptor."""
+    if FLAT:
+        return 0, head * step // TMA_UNIT * TMA_UNIT
+    else:
+        return head, first

@@ -1,0 +1,63 @@
+"""Hopper's forward of training compiles for pages of a KV cache: it fits, its copies stand
+together, and the loops of its matmuls spill nothing.
+"""
+
+import itertools
+
+import pytest
+import torch
+import triton
+from helpers.sass import innermost_loops, spills_in
+
+from tilewise.frontend.cache_checks import check_cached
+from tilewise.kernels.hopper.descriptors import checked
+from tilewise.kernels.hopper.fwd import cached as schedules
+from tilewise.kernels.hopper.fwd.kernel import hopper_fwd_kernel
+from tilewise.testing import SMEM_LIMIT, build, stats
+
+pytestmark = [pytest.mark.compile, pytest.mark.slow]
+
+INT32, BF16 = torch.int32, torch.bfloat16
+FEATURES = {
+    "full": dict(causal=False),
+    "causal": dict(causal=True),
+    "everything": dict(causal=True, window=(300, 0), softcap=30.0, alibi=True, sinks=True),
+}
+HEADDIMS = [(64, 64), (128, 128), (192, 128), (256, 256)]
+# Bytes a thread may spill by Triton 3.6, once a tile, or in the loop of copies of short pages
+IS_3_6 = triton.__version__.startswith("3.6.")
+MOST = {8: 600, 16: 100, 64: 40, 256: 40} if IS_3_6 else dict.fromkeys((8, 16, 64, 256), 800)
+
+
+def compiled(headdims, page_size, causal, window=None, softcap=None, alibi=False, sinks=False):
+    batch, room, heads, heads_k = 2, 4096, 32, 8
+    q = torch.empty(batch, 512, heads, headdims[0], dtype=BF16)
+    k, v = (torch.empty(999, page_size, heads_k, n, dtype=BF16) for n in headdims)
+    table = torch.zeros(batch, room // page_size, dtype=INT32)
+    learned = torch.ones(heads) if alibi else None, torch.ones(heads) if sinks else None, None
+    lengths = torch.ones(batch, dtype=INT32), None
+    numbers = causal, None, window, softcap, None
+    cached = check_cached(q, k, v, table, lengths, learned, numbers, "bshd")
+    out = q.new_empty(*q.shape[:-1], headdims[1])
+    assert schedules.why_in_pieces(cached, out) is None
+    plan, args = schedules.plan_of(cached, out, torch.empty(batch, heads, 512))
+    constants = dict(FEATURES=plan.features, TILE=plan.tile, num_warps=4)
+    return plan, build(hopper_fwd_kernel, *checked(args), on="sm90", **constants)
+
+
+CASES = list(itertools.product(HEADDIMS, (8, 16, 64, 256), FEATURES))
+CASES = [x for x in CASES if x[:2] != ((192, 128), 8)]  # too many copies: refused
+
+
+@pytest.mark.parametrize("headdims, page_size, name", CASES)
+def test_pages_compile(headdims, page_size, name):
+    plan, kernel = compiled(headdims, page_size, **FEATURES[name])
+    found = stats(kernel)
+    assert found["smem"] <= SMEM_LIMIT["sm90"] and found["spill_stores"] <= MOST[page_size], found
+    assert found["HGMMA"] > 0 and found["UTMALDG"] > 0 and not found["wgmma_serialized"], found
+    assert not found["copies_apart"] and not found["idle_barriers"], found
+    assert plan.tile.PAGE == min(page_size, plan.tile.BLOCK_N)
+    loops = innermost_loops(kernel, "HGMMA")[:2]  # of each warpgroup
+    assert not IS_3_6 or max(headdims) > 128 or sum(map(spills_in, loops)) == 0
+    copies = innermost_loops(kernel, "UTMALDG")[0]
+    assert not IS_3_6 or page_size < 64 or spills_in(copies) == 0
