@@ -48,7 +48,7 @@ NEWEST_TESTS := tests/testing tests/tile tests/compile tests/kernels
 lowest = $(shell sed -n 's/.*"\($(1)>=[0-9.]*\).*/\1.0/p' pyproject.toml | sed 's/>=/==/')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-all test-lowest test-newest test-gpu demo docs bench-all report figures lint style types format dist clean
+.PHONY: help setup test test-all test-lowest test-newest test-bare test-gpu demo docs bench-all report figures lint style types format dist clean
 .DELETE_ON_ERROR:
 
 help:  ## show this list
@@ -70,6 +70,9 @@ test-newest:  ## kernels in the interpreter and the compiler, on the newest torc
 	.venv-newest/bin/python -m pip install -q --upgrade triton # whatever torch was released with
 	PYTHONPATH=src .venv-newest/bin/python -m pytest -n $(JOBS) -m "not gpu and not slow" \
 		$(NEWEST_TESTS)
+
+test-bare: $(READY)  ## every line of README and the first pages, where only the wheel is installed
+	$(PYTEST) -m "slow or not slow" tests/package/test_bare.py
 
 test-gpu: $(READY)  ## the tests that need a CUDA GPU
 	$(PYTEST) -m gpu

@@ -18,7 +18,7 @@ import torch
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
-from ..triton.source import as_compiled
+from ..source import as_compiled
 from . import language, tma
 from .arrivals import Arrivals
 from .machine import Cta, Machine, Partition

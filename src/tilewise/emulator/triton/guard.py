@@ -11,7 +11,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from .arrays import np
+import numpy as np
 
 
 def guarded(memory: Any, arguments: Any, program: Any) -> types.SimpleNamespace:

@@ -18,6 +18,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 import triton.experimental.gluon.language  # it takes over names that are patched below
@@ -27,11 +28,10 @@ from triton.language.semantic import TritonSemantic
 from triton.runtime.autotuner import Autotuner, Heuristics
 from triton.runtime.jit import JITFunction
 
+from ..source import as_compiled
 from . import known_types
-from .arrays import np
 from .guard import checked_integers, guarded, unchecked_integers
 from .repair import repair
-from .source import as_compiled
 
 _one_at_a_time = threading.RLock()
 _builder = triton_interpreter.interpreter_builder

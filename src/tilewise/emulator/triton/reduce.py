@@ -6,9 +6,8 @@ kernel that has one. Here it is called with whole rows, in the same order along 
 
 from typing import Any
 
+import numpy as np
 from triton.runtime.interpreter import ReduceOps
-
-from .arrays import np
 
 
 def generic_reduce(self: ReduceOps, inputs: tuple[Any, ...]) -> list[Any]:

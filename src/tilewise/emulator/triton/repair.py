@@ -11,12 +11,12 @@ does not.
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import triton.language as tl
 import triton.runtime.interpreter as triton_interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-from .arrays import np
 from .reduce import generic_reduce
 
 _TORCH = {
