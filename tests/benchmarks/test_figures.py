@@ -244,7 +244,7 @@ def test_every_shape_has_a_cell():
         for line in figures.fill("{grid over fa3 cudnn: fwd}", evidence).splitlines()
         if line.startswith("| D128 full")
     )
-    assert said == "| D128 full | **0.80** / 2.00 | 1.50 / – |" + " – / – |" * 4
+    assert said == "| D128 full | **0.80** / 2.00 | 1.50 / – |" + " – |" * 4
     assert len(figures.fill("{grid rate fa3: fwd H100}", evidence).splitlines()) == 6
 
 

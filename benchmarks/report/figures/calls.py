@@ -122,7 +122,7 @@ def ratio(evidence: Evidence, names: list[str], words: list[str]) -> str:
     found = [ratios(evidence, name, words) for name in names]
     if any(len(values) > 1 for values in found):
         raise ValueError("several shapes")
-    return " / ".join(marked(values[0]) if values else NONE for values in found)
+    return slashed([marked(values[0]) if values else NONE for values in found])
 
 
 def mean(evidence: Evidence, names: list[str], words: list[str]) -> str:
@@ -236,6 +236,11 @@ def figure(value: float) -> str:
 def factor(value: float) -> str:
     """A ratio, with no more digits than it is good for."""
     return times(value) if value < 10 else digits(value)
+
+
+def slashed(said: Sequence[str]) -> str:
+    """Figures of one cell; one dash where there is none."""
+    return NONE if {*said} == {NONE} else " / ".join(said)
 
 
 def marked(value: float) -> str:

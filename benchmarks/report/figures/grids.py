@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from ..evidence import CLASSIC, Evidence, Timing
 from ..page import times
-from .calls import NONE, WAYS, marked, timings
+from .calls import NONE, WAYS, marked, slashed, timings
 
 LENGTHS = 512, 1024, 2048, 4096, 8192, 16384
 CELLS: dict[str, Callable[[Timing, str], str]] = {
@@ -36,7 +36,7 @@ def grid(evidence: Evidence, names: list[str], words: list[str]) -> str:
         cells = []
         for length in LENGTHS:
             mine = [(found[side].get((headdim, causal, length)), side[1]) for side in sides]
-            cells.append(" / ".join(CELLS[what](x, peer) if x else NONE for x, peer in mine))
+            cells.append(slashed([CELLS[what](x, peer) if x else NONE for x, peer in mine]))
         name = f"D{headdim} {'causal' if causal else 'full'}"
         lines.append(f"| {' | '.join([name, *cells])} |")
     return "\n".join(lines)

@@ -74,7 +74,7 @@ def _panel(evidence: Evidence, way: str, left: int, words: str) -> str:
 
 def _names(width: int) -> list[str]:
     """Whose line is which."""
-    step, top = 150, TOP + HEIGHT + 16
+    step, top = 180, TOP + HEIGHT + 16
     left = (width - step * len(NAMES)) // 2
     found = []
     for n, (name, said) in enumerate(NAMES.items()):
