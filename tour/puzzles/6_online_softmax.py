@@ -2,8 +2,9 @@
 # ## Puzzle 6. Online softmax
 #
 # The softmax of a row is exp(x - m) / l, where m is its largest element and l is
-# the sum of all exp(x - m). (Without m, exp(1000) would be infinite.) Find both in
-# one pass. When a block raises m, the terms that are in l were made with the old m.
+# the sum of all exp(x - m). (Without m, exp(1000) would be infinite.) Find m and l
+# in one pass. When a block raises m, the terms that are in l were made with the old
+# m.
 #
 # ```text
 # BLOCK = 2
