@@ -270,5 +270,7 @@ def test_our_ways_and_cards_are_words():
 def test_pictures_are_drawn_from_any_rows(evidence):
     for draw in figures.picture.PICTURES.values():
         for rows in (evidence, collect([]), collect([row(), row("fa3", 1.5)])):
-            drawn = ElementTree.fromstring(draw(rows))
+            text = draw(rows)
+            drawn = ElementTree.fromstring(text)
             assert drawn.get("aria-label") and drawn.get("width") and drawn.get("height")
+            assert "prefers-color-scheme: dark" in text and 'class="paper"' in text

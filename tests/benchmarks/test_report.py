@@ -81,6 +81,8 @@ def test_the_same_rows_give_the_same_page(tmp_path):
     rows = load(RESULTS / "h200-triton38.jsonl")
     pages = [write(rows, tmp_path / name)[0].read_bytes() for name in ("a", "b")]
     assert pages[0] == pages[1]
+    pictures = re.findall(r"!\[[^\]]*\]\((.*?)\)", (tmp_path / "a" / "figures.md").read_text())
+    assert pictures and all((tmp_path / "a" / picture).exists() for picture in pictures)
 
 
 @pytest.mark.parametrize("file", sorted(RESULTS.glob("*.jsonl")), ids=lambda file: file.stem)
