@@ -91,6 +91,7 @@ def test_pages_and_public_modules_need_no_extra(tmp_path):
     modules = [*(name for name in PUBLIC if name.count(".") == 1), "tilewise.integrations.dtensor"]
     modules += [f"tilewise.integrations.{name}" for name in ("diffusers", "hub", "transformers")]
     enough = f"import tilewise\nfor name in {modules}: assert eval(name).__doc__, name"
+    enough += "\nassert not tilewise.integrations.transformers.is_registered()"
     blocks = {text: (page, number) for page in PAGES for page, number, text in python_of(page)}
     said = [(use, 1, raised_by(use)) for use in USES if use != "tour" or find_triton()]
     asked = [("import", 1, enough), *((*where, text) for text, where in blocks.items()), *said]

@@ -10,6 +10,8 @@ tilewise.
 
 from __future__ import annotations
 
+import sys
+
 import torch
 
 from ...errors import ArgumentError, require
@@ -55,9 +57,8 @@ def register(name: str = "tilewise") -> None:
 
 def is_registered(name: str = "tilewise") -> bool:
     """Whether `register` was called in this process."""
-    from transformers import AttentionInterface
-
-    return AttentionInterface().get(name) is attention_forward
+    library = sys.modules.get("transformers")
+    return library is not None and library.AttentionInterface().get(name) is attention_forward
 
 
 def check(model: torch.nn.Module) -> LayerReport:
