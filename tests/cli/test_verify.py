@@ -72,6 +72,7 @@ def test_usage():
     assert invoke("--quick", "--full").exit_code == 2
     assert invoke("-k", "no such case").exit_code == 2
     assert invoke("-k", "gqa and (").exit_code == 2
+    assert "leave --quick out" in invoke("--quick", "-k", "everything").output
     assert invoke("--dtype", "int3").exit_code == 2
 
 

@@ -96,13 +96,13 @@ def select(expression: str, quick: bool) -> list:
     from ..testing.cases import CASES
     from ..testing.packed import PACKED
 
-    chosen = [case for case in CASES + PACKED if matches(expression, case.name)]
-    if quick:
-        chosen = [case for case in chosen if case.tiles <= QUICK_TILES]
+    named = [case for case in CASES + PACKED if matches(expression, case.name)]
+    chosen = [case for case in named if not quick or case.tiles <= QUICK_TILES]
     from ..testing import fp8
 
     if not chosen and not any(matches(expression, case.name) for case in fp8.CASES):
-        raise click.UsageError(f"no case is named by -k {expression!r}")
+        large = "; larger ones are: leave --quick out" if named else ""
+        raise click.UsageError(f"no {'quick ' * quick}case is named by -k {expression!r}{large}")
     return chosen
 
 
