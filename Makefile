@@ -80,7 +80,7 @@ test-gpu: $(READY)  ## the tests that need a CUDA GPU
 demo: $(READY)  ## a real model computes with tilewise
 	$(RUN) -m tilewise.cli demo
 
-docs: $(DOCS_READY)  ## the site, in docs/_build/html; the tour runs for it
+docs: $(DOCS_READY)  ## the site, in docs/_build/html, with notebooks; the tour runs for it
 	$(RUN) -m sphinx -W --keep-going -b html docs docs/_build/html
 
 bench-all: $(READY)  ## every figure of README and docs, on a GPU; rows go to $$(RESULTS)

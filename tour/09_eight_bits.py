@@ -1,5 +1,5 @@
 # %% [markdown]
-# # 09. Eight bits: what they keep
+# # 09. What 8 bits keep
 #
 # **The idea:** numbers of 8 bits halve the bytes and double the arithmetic, and
 # what they lose is decided by scales, by what is taken off before rounding, and by

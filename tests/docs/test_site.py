@@ -43,6 +43,29 @@ def test_pages_are_quiet_and_narrow_enough(site, browser):
             assert not page.is_too_wide, path
 
 
+def test_no_code_of_a_lesson_is_cut(site, browser):
+    """84 columns fit beside the sidebar and the contents, in a window of 1400 pixels."""
+    cut = """[...document.querySelectorAll(".cell_input pre")]
+        .filter((one) => one.scrollWidth > one.clientWidth).length"""
+    lessons = sorted(site.html.rglob("tour/[0-9]*.html"))
+    assert len(lessons) > 20
+    for path in lessons:
+        with browser.open_page(path, width=1400) as page:
+            assert page.evaluate(cut) == 0, path
+            assert not page.is_too_wide, path
+
+
+def test_lessons_have_notebooks_and_drawings(site, browser):
+    for path in sorted(site.html.rglob("tour/[0-9]*.html")):
+        text = path.read_text(encoding="utf-8")
+        (notebook,) = re.findall(r"<a href='(\w+\.ipynb)' download>", text)
+        assert (path.parent / notebook).exists() and notebook == f"{path.stem}.ipynb"
+    drawn = "getComputedStyle(document.querySelector('.diagram text')).fill"
+    path = site.html / "tour" / "00_gpu.html"
+    with browser.open_page(path) as light, browser.open_page(path, dark=True) as dark:
+        assert light.evaluate(drawn) != dark.evaluate(drawn), "in the theme's colours"
+
+
 @pytest.fixture
 def see(site, browser):
     opened = []
