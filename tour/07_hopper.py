@@ -313,6 +313,14 @@ solutions_07.check_load(load_v_first)
 # :language: python
 # ```
 #
+# With one stage the emulator stops, and says (shortened):
+#
+# ```text
+# nothing is in flight and every partition waits:
+#   compute_ahead waits for phase 1 of barrier keys.full[0]
+#   load_v_first waits for phase 0 of barrier values.empty[0]
+# ```
+#
 # </details>
 #
 # ## What the compiler made of it
