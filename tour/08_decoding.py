@@ -379,7 +379,8 @@ solutions_08.check_share_prefix(share_prefix, decode)
 # `tilewise.attention` takes pages, lengths on the device, and a `split_size`;
 # `tilewise.cache.append` writes new keys where the table says. On the CPU all rows
 # are computed in tiles of one shape, so a text that is read at once, in chunks, or
-# token by token has the same bits.
+# token by token has the same bits. `split_size` asks for that on a GPU, too: Hopper
+# may otherwise sum the keys of a long chunk in another order.
 
 # %%
 TOKENS, ROOM = 40, 64
