@@ -51,6 +51,11 @@ autodoc_preserve_defaults = True
 autodoc_typehints = "signature"
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
+# Groups of arguments of tilewise.attention
+napoleon_custom_sections = [
+    (name, "params_style")
+    for name in ("Scores", "Masks", "Packed sequences", "KV cache", "Eight bits", "Execution")
+]
 add_module_names = False
 default_role = "py:obj"
 python_maximum_signature_line_length = 88

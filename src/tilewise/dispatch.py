@@ -49,13 +49,13 @@ BACKENDS = {
 # that attend to it; causal masks hide half of the pairs, and launches dominate short calls
 MANY = 1024
 UNALIGNED = Avoidable(
-    "rows, heads and batches of q, k and v must start at multiples of 16 bytes, and none be "
-    "expanded, for TMA: q.clone() does that where q is part of a larger tensor"
+    "TMA needs rows, heads and batches of q, k and v that start at multiples of 16 bytes and are "
+    "not expanded: q.clone() gives both if q is part of a larger tensor"
 )
 
 COPY_IS_SLOWER = Slower(
-    f"it would copy q, k and v, which takes longer than it saves where fewer than {MANY} queries "
-    "share a key, or keys a query"
+    f"it would copy q, k and v, which takes longer than it saves if fewer than {MANY} queries "
+    f"share a key, or fewer than {MANY} keys a query"
 )
 
 
@@ -159,13 +159,15 @@ def choose(
         if reason is None or (isinstance(reason, Slower) and name == backend):
             for refusal in refusals:
                 if isinstance(refusal.reason, Avoidable):
-                    warn_slow(f"the {refusal.backend} kernels do not serve this: {refusal.reason}")
+                    warn_slow(
+                        f"the {refusal.backend} kernels do not support this call: {refusal.reason}"
+                    )
             if backend is None and (why := why_copied(name, problem, is_aligned)):
-                warn_slow(f"the {name} kernels serve copies: {why}")
+                warn_slow(f"the {name} kernels compute on copies: {why}")
             return load(name)
         refusals.append(Refusal(name, reason))
     lines = "\n".join(f"  {refusal.backend}: {refusal.reason}" for refusal in refusals)
-    raise NotImplementedError(f"no backend serves this attention on {device}:\n{lines}")
+    raise NotImplementedError(f"no backend supports this attention on {device}:\n{lines}")
 
 
 def ask_fp8(
@@ -194,7 +196,7 @@ def choose_fp8(
             return load(name)
         refusals.append(Refusal(name, reason))
     lines = "\n".join(f"  {refusal.backend}: {refusal.reason}" for refusal in refusals)
-    raise NotImplementedError(f"no backend serves FP8 attention on {device}:\n{lines}")
+    raise NotImplementedError(f"no backend supports FP8 attention on {device}:\n{lines}")
 
 
 def check_backend(backend: object) -> None:

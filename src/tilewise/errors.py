@@ -32,11 +32,11 @@ class Words(NamedTuple):
     captured: str = "a mask or score function has a tensor"
     shape: str = "batch, seqlen, nheads and headdim in the order of `layout`"
     is_heads_first: bool = False  # its shapes are (batch, nheads, seqlen, headdim)
-    order: str = "where nheads comes before seqlen, pass layout='bhsd', or packed ones transposed"
+    order: str = "if nheads comes before seqlen, pass layout='bhsd', or transpose packed tensors"
 
 
 OURS = Words()
-HEADS_FIRST = Words(order="where seqlen comes before nheads, leave layout='bhsd' out")
+HEADS_FIRST = Words(order="if seqlen comes before nheads, leave layout='bhsd' out")
 
 EXTRAS = {  # which extra of tilewise brings a package
     "click": "cli",
@@ -75,6 +75,12 @@ def require(user: str, *packages: str) -> None:
     """Raises a ModuleNotFoundError with the remedy where one of these packages is missing."""
     if reason := missing(user, *packages):
         raise ModuleNotFoundError(reason)
+
+
+def a_type(x: Any) -> str:
+    """The type of an argument with its article: "an int"."""
+    name = type(x).__name__
+    return f"an {name}" if name[0] in "aeiouAEIOU" else f"a {name}"
 
 
 def short(self: Any) -> str:

@@ -21,7 +21,7 @@ from typing import NamedTuple, Never
 
 import torch
 
-from .errors import ArgumentError
+from .errors import ArgumentError, a_type
 from .frontend.cache_checks import check_cached, is_cached
 from .frontend.checks import check_extras
 from .frontend.qkv import check_tensors, in_order, sizes_of
@@ -88,8 +88,8 @@ def attention_reference(
 
     Args:
         upcast: matrix products in fp32 (fp64 for fp64), as the softmax and lse always are. Without
-            it they run in the dtype of q, and S and P are rounded to it: the error of plain code in
-            half precision, which the error budget of kernels is based on.
+            it they run in the dtype of q, and S and P are rounded to it: this is the error of plain
+            code in half precision, on which the error budget of kernels is based.
         first: (batch, head, query), the offset of q in a larger call: masks, score functions and
             dropout count from it, so that a call too large to store is computed in parts. Bands and
             ALiBi do not use it.
@@ -368,20 +368,25 @@ def _check_states(out1: Tensor, lse1: Tensor, out2: Tensor, lse2: Tensor) -> Non
     states = dict(out1=out1, lse1=lse1, out2=out2, lse2=lse2)
     for name, x in states.items():
         if not isinstance(x, Tensor) or not x.is_floating_point():
-            what = f"a {x.dtype} tensor" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+            what = f"a {x.dtype} tensor" if isinstance(x, Tensor) else f"{a_type(x)}"
             raise ArgumentError(f"{name} is {what}: it must be a torch.Tensor of floats")
         if x.device != out1.device:
             raise ArgumentError(
                 f"{name} is on {x.device} and out1 is on {out1.device}: move them to one device"
             )
     if out1.shape != out2.shape:
-        raise ArgumentError(f"out1 is {tuple(out1.shape)} and out2 {tuple(out2.shape)}: one shape")
+        raise ArgumentError(
+            f"out1 has shape {tuple(out1.shape)} and out2 has shape {tuple(out2.shape)}: they "
+            "must be equal"
+        )
     if out1.dim() < 3:
-        raise ArgumentError(f"out1 is {tuple(out1.shape)}: (..., seqlen, nheads, headdim_v) asked")
+        raise ArgumentError(
+            f"out1 has shape {tuple(out1.shape)}: it must be (..., seqlen, nheads, headdim_v)"
+        )
     *batch, seqlen, nheads, _ = out1.shape
     for name, lse in (("lse1", lse1), ("lse2", lse2)):
         if tuple(lse.shape) != (*batch, nheads, seqlen):
             raise ArgumentError(
-                f"{name} is {tuple(lse.shape)} and out1 {tuple(out1.shape)}: "
-                f"it must be (..., nheads, seqlen), here {(*batch, nheads, seqlen)}"
+                f"{name} has shape {tuple(lse.shape)} and out1 has shape {tuple(out1.shape)}: "
+                f"{name} must be (..., nheads, seqlen), here {(*batch, nheads, seqlen)}"
             )

@@ -114,7 +114,7 @@ def test_keys_without_a_place_are_skipped(monkeypatch):
     ):
         with pytest.raises(tilewise.ArgumentError, match=match):
             cache.append(k_cache, v_cache, k, v, page_table=table, seqused_k=wrong)
-    with pytest.raises(tilewise.ArgumentError, match="slots has 12 and the cache 12 rows"):
+    with pytest.raises(tilewise.ArgumentError, match="slots has 12 and the cache has 12 rows"):
         cache.append(k_cache, v_cache, k[0], v[0], slots=torch.tensor([0, 12, -1, 3, 4, 5]))
 
 
@@ -206,11 +206,11 @@ K_CACHE, K = torch.zeros(3, 8, 2, 16), torch.zeros(3, 1, 2, 16)
 USED = torch.ones(3, dtype=INT32)
 WRONG = {
     "nothing says where": (dict(seqused_k=None), "seqused_k and slots are missing"),
-    "heads": (dict(k=K[:, :, :1]), "k has 1 heads of 16 and k_cache 2 of 16"),
+    "heads": (dict(k=K[:, :, :1]), "k has 1 heads of headdim 16 and k_cache has 2 heads"),
     "dtype": (dict(v_cache=K_CACHE.half()), "v_cache.dtype is torch.float16: it must be float32"),
     "v of another length": (
         dict(v=K.expand(3, 2, 2, 16)),
-        "v has shape .*but for headdim",
+        "v has shape .*except for headdim",
     ),
     "slots of int32": (dict(slots=torch.zeros(3, 1, dtype=INT32)), "slots.dtype .* int64"),
     "slots of another shape": (
@@ -241,5 +241,5 @@ def test_wrong_arguments_are_named(name):
 
 
 def test_gradients_are_refused():
-    with pytest.raises(NotImplementedError, match=r"k.requires_grad: a cache is written in place"):
+    with pytest.raises(NotImplementedError, match=r"k.requires_grad: a call with a cache"):
         cache.append(K_CACHE, K_CACHE, K.clone().requires_grad_(), K, seqused_k=USED)

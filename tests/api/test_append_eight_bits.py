@@ -139,13 +139,13 @@ def test_refusals():
     pools, (k, v), scales = draw(E4M3, "sequence")
     at = dict(page_table=PAGES, seqused_k=USED)
     slots = torch.zeros(BATCH, NEW, dtype=torch.int64)
-    with pytest.raises(ArgumentError, match="v_descale has shape .*, scales by sequence: pass seq"):
+    with pytest.raises(ArgumentError, match="v_descale has shape .*, scales per sequence: pass"):
         cache.append(*pools, k, v, slots=slots, v_descale=scales[1])
     with pytest.raises(ArgumentError, match="k_descale has shape .* elements share memory"):
         cache.append(*pools, k, v, **at, k_descale=torch.ones(8, 1, HEADS).expand(8, SIZE, HEADS))
     with pytest.raises(ArgumentError, match=r"k_descale has shape \(3,\): it must be \(\) or"):
         cache.append(*pools, k, v, **at, k_descale=torch.ones(3))
-    with pytest.raises(ArgumentError, match="k_descale beside k_cache of torch.bfloat16"):
+    with pytest.raises(ArgumentError, match="k_descale with k_cache of torch.bfloat16"):
         cache.append(*(x.to(BF16) for x in pools), k, v, **at, k_descale=scales[0])
     with pytest.raises(NotImplementedError, match="v_cache.dtype is torch.float8_e5m2"):
         cache.append(pools[0], pools[1].view(torch.float8_e5m2), k, v, **at)

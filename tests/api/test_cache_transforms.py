@@ -92,6 +92,6 @@ def test_an_append_is_not_mapped():
         tilewise.cache.append(k_cache, v_cache, x, x, slots=slots)
         return x
 
-    with pytest.raises(NotImplementedError, match=r"cache\.append inside of torch\.vmap"):
+    with pytest.raises(NotImplementedError, match=r"cache\.append inside torch\.vmap"):
         torch.vmap(write)(torch.ones(5, 2, 2, 16))
     assert not k_cache.any()

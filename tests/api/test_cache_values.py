@@ -62,7 +62,7 @@ def test_a_wrong_value_is_refused_by_name(name, appends):
 def test_a_new_key_of_a_full_sequence_is_not_dropped(given):
     full = changed(given, "cache_seqlens", 64)
     called(full)
-    with pytest.raises(tilewise.ArgumentError, match=r"cache_seqlens with the new keys=\[61, 65\]"):
+    with pytest.raises(tilewise.ArgumentError, match=r"cache_seqlens \+ new keys=\[61, 65\]"):
         called(full, torch.zeros(2, 1, 2, 16))
 
 

@@ -203,7 +203,7 @@ def test_wrong_scales_are_refused_by_name(name):
         attend(**{of: 0.5})
     plain = {x: given[x].to(BF16) for x in "kv"}
     for options in ({}, dict(split_size=16)):
-        with pytest.raises(ArgumentError, match=f"{of} beside {name} of torch.bfloat16"):
+        with pytest.raises(ArgumentError, match=f"{of} with {name} of torch.bfloat16"):
             others = dict.fromkeys(("k_descale", "v_descale")) | plain | options
             attend(**(others | {of: given[of]}))
 

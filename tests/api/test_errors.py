@@ -82,7 +82,7 @@ WRONG_VALUES = {
     "softcap a list": ({"softcap": [1.0]}, Claims("softcap=[1.0]", "number")),
     "learned scale": (
         {"scale": torch.tensor(0.3, requires_grad=True)},
-        Claims("scale is a tensor", "requires_grad True", "scale q"),
+        Claims("scale is a tensor", "requires_grad True", "multiply q"),
     ),
     "scales": ({"scale": torch.ones(4)}, Claims("scale is a tensor of shape (4,)", "number")),
     "causal": ({"causal": "left"}, Claims("causal='left'", "top_left", "bottom_right")),

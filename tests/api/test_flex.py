@@ -170,7 +170,7 @@ def test_keys_that_are_shared():
 def test_strides_and_scales_that_want_a_copy(monkeypatch):
     monkeypatch.setattr(errors, "_said", set())
     q, k, v = qkv()
-    with pytest.warns(tilewise.PerformanceWarning, match="^key has stride .* copied"):
+    with pytest.warns(tilewise.PerformanceWarning, match="^key has stride .* copies it"):
         tilewise.flex_attention(q, k.mT.contiguous().mT, v)
     check([x.mT.contiguous().mT for x in (q, k, v)])
     check((q, k, v), scale=-0.5)
@@ -185,7 +185,7 @@ REFUSED = {  # by torch, too
     "a short mask": (
         lambda: qkv(),
         {"block_mask": lambda: blocks_of(causal, seqlen_q=40)},
-        "block_mask has .*build it for the call's",
+        "block_mask has .*build it for the shape of the call",
     ),
     "a sliced mask": (
         lambda: qkv(),
@@ -198,8 +198,8 @@ REFUSED = {  # by torch, too
         {"return_lse": True, "return_aux": AuxRequest(lse=True)},
         "return_lse and return_aux",
     ),
-    "options": (lambda: qkv(), {"kernel_options": 3}, "kernel_options is a int: .*dict"),
-    "aux": (lambda: qkv(), {"return_aux": 3}, "return_aux is a int: .*AuxRequest"),
+    "options": (lambda: qkv(), {"kernel_options": 3}, "kernel_options is an int: .*dict"),
+    "aux": (lambda: qkv(), {"return_aux": 3}, "return_aux is an int: .*AuxRequest"),
 }
 
 
@@ -215,7 +215,7 @@ def test_what_torch_refuses_is_refused(name):
 
 
 def test_maxima_are_refused_by_name():
-    with pytest.raises(NotImplementedError, match="max_scores.*ask for lse"):
+    with pytest.raises(NotImplementedError, match="max_scores.*request lse"):
         tilewise.flex_attention(*qkv(), return_aux=AuxRequest(max_scores=True))
 
 
@@ -267,7 +267,7 @@ def test_a_block_mask_of_torchs_is_one_of_ours(attend):
     assert torch.equal(attend(q, k, v, block_mask=blocks), want)
     for wrong in (3, causal):
         with pytest.raises(
-            ArgumentError, match=r"block_mask is a .*tilewise\.sparse.* or of torch"
+            ArgumentError, match=r"block_mask is an? .*tilewise\.sparse.* or of torch"
         ):
             attend(q, k, v, block_mask=wrong)
 

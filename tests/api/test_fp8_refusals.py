@@ -79,7 +79,7 @@ REFUSED = {
         [tilewise.quantize(*tensors()), *tensors()[1:]],
         {},
         ArgumentError,
-        "beside a Quantized",
+        "with a Quantized",
     ),
     "a scale beside a Quantized": (
         [tilewise.quantize(*tensors())],

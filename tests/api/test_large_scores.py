@@ -21,10 +21,10 @@ def test_one_hot_on_the_cpu(size):
 def test_norms_that_allow_too_much_are_refused():
     x = rows(LARGEST_SCORE**0.5)
     check_scores(x, x, 0.99)
-    with pytest.raises(ArgumentError, match=r"past 2\^27 may give NaN"):
+    with pytest.raises(ArgumentError, match=r"above 2\^27 may give NaN"):
         check_scores(x, x, 1.01)
     check_scores(x, x, 1.01, softcap=50.0)  # which bounds them
-    with pytest.raises(ArgumentError, match=r"past 2\^27 may give NaN"):
+    with pytest.raises(ArgumentError, match=r"above 2\^27 may give NaN"):
         check_scores(x, x, 1.01, softcap=2.0**28)
     check_scores(x[:, :0], x, 1e9)
     check_scores(x * float("nan"), x, 1e9)  # NaN is no large score
@@ -39,5 +39,5 @@ def test_below_the_limit_on_a_gpu(dtype, monkeypatch):
     torch.testing.assert_close(attention(x, x, v, scale=0.99), v, rtol=2e-2, atol=0)
     monkeypatch.setenv("TILEWISE_CHECK", "1")
     attention(x, x, v, scale=0.99)
-    with pytest.raises(ArgumentError, match=r"past 2\^27 may give NaN"):
+    with pytest.raises(ArgumentError, match=r"above 2\^27 may give NaN"):
         attention(x, x, v, scale=1.5)

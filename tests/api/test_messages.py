@@ -5,13 +5,17 @@ A message that changes on purpose, and the messages of new calls, are written by
     PYTHONPATH=src:tests python tests/api/test_messages.py
 """
 
+import re
 import textwrap
 import warnings
 from pathlib import Path
 
 import torch
+import torch.nn.attention.bias
+import torch.nn.attention.flex_attention
 
 import tilewise
+import tilewise.bert_padding
 import tilewise.distributed
 from tilewise import errors
 
@@ -28,7 +32,9 @@ def names():
     made |= dict(
         pages=torch.zeros(8, 4, 4, 16), table=torch.arange(8, dtype=torch.int32).view(2, 4)
     )
-    return made | dict(layout=tilewise.distributed.zigzag(8, 1))
+    made |= dict(e4m3=q.to(torch.float8_e4m3fn), quantized=tilewise.quantize(q, k, v))
+    blocks = tilewise.sparse.create_block_mask(tilewise.mods.causal(), 1, 1, 16, 16)
+    return made | dict(blocks=blocks, layout=tilewise.distributed.zigzag(8, 1))
 
 
 def said_by(call, names):
@@ -41,7 +47,8 @@ def said_by(call, names):
             said = [result] if isinstance(result, str) else []
         except Exception as error:
             said = [error]
-    said = [*(w.message for w in warned), *said]
+    ours = [w.message for w in warned if not issubclass(w.category, DeprecationWarning)]
+    said = [*ours, *said]
     return [x if isinstance(x, str) else f"{type(x).__name__}: {x}" for x in said]
 
 
@@ -64,6 +71,18 @@ def test_wrong_calls_say_what_they_said(monkeypatch):
     monkeypatch.setattr(errors, "_said", set())
     command = "PYTHONPATH=src:tests python tests/api/test_messages.py writes it"
     assert page() == PAGE.read_text("utf-8"), command
+
+
+def test_warnings_that_a_page_quotes_exist():
+    page = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
+    section = page.read_text("utf-8").split("\n## `PerformanceWarning`\n")[1].split("\n## ")[0]
+    quoted = [" ".join(x.split()) for x in re.findall(r"(?<!\*)\*([^*]+)\*(?!\*)", section)]
+    assert len(quoted) > 8
+    parts = [x.strip(" .") for quote in quoted for x in quote.split("...")]
+    sources = Path(tilewise.__file__).parent.rglob("*.py")
+    source = "\n".join(path.read_text("utf-8") for path in sources)
+    joined = re.sub(r'["\']\n +f?["\']', "", source)  # a text that goes on in the next line
+    assert [x for x in parts if x not in joined] == []
 
 
 if __name__ == "__main__":

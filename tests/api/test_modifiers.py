@@ -214,7 +214,7 @@ def blocks_of(*shape):
 
 
 WRONG = {
-    "a number for a mask": (dict(mask_mod=3), "mask is a int"),
+    "a number for a mask": (dict(mask_mod=3), "mask is an int"),
     "a mask that asks for truth": (
         dict(mask_mod=lambda b, h, q, kv: q > kv and q > 3),
         "the truth of",
@@ -226,7 +226,7 @@ WRONG = {
     "a tensor for a block mask": (dict(block_mask=torch.ones(2)), "block_mask is a Tensor"),
     "two masks": (
         dict(mask_mod=mods.causal(), block_mask=blocks_of(1, 1, 70, 90)),
-        "mask_mod and block_mask",
+        "mask_mod with block_mask",
     ),
     "a block mask of other lengths": (
         dict(block_mask=blocks_of(1, 1, 70, 91)),
@@ -234,7 +234,7 @@ WRONG = {
     ),
     "a block mask beside a band": (
         dict(block_mask=blocks_of(1, 1, 70, 90), causal=True),
-        "causal and window do not join",
+        "causal and window do not combine",
     ),
     "a bias of another shape": (dict(bias=torch.randn(2, 4, 70, 89)), "bias has shape"),
     "a bias of another rank": (dict(bias=torch.randn(70, 90)), "bias has shape"),
@@ -274,7 +274,7 @@ def test_gradients_in_any_order_are_none_for_deterministic_calls():
 def test_packed_sequences_take_no_bias_and_no_block_mask():
     q, k, v = (x[0] for x in qkv(117, 117, batch=1))
     lengths = dict(cu_seqlens_q=STARTS, cu_seqlens_k=STARTS)
-    with pytest.raises(tilewise.ArgumentError, match="bias is for sequences in a batch"):
+    with pytest.raises(tilewise.ArgumentError, match="bias does not support packed"):
         tilewise.attention(q, k, v, bias=torch.zeros(1, 1, 1, 1), **lengths)
-    with pytest.raises(tilewise.ArgumentError, match="block_mask is for sequences in a batch"):
+    with pytest.raises(tilewise.ArgumentError, match="block_mask does not support packed"):
         tilewise.attention(q, k, v, block_mask=blocks_of(1, 1, 117, 117), **lengths)

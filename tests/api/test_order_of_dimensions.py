@@ -44,7 +44,7 @@ def test_other_functions_say_what_they_take():
         tilewise.flash_attn_func(q, k, k)
     starts = torch.tensor([0, 3, 8], dtype=torch.int32)
     q = torch.ones(2, 8, 16)
-    with pytest.raises(tilewise.ArgumentError, match="packed ones transposed"):
+    with pytest.raises(tilewise.ArgumentError, match="transpose packed tensors"):
         tilewise.attention(q, q, q, cu_seqlens_q=starts, cu_seqlens_k=starts)
     with pytest.raises(tilewise.ArgumentError, match="pass them transposed"):
         tilewise.flash_attn_varlen_func(q, q, q, starts, starts, 5, 5)

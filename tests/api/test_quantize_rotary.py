@@ -170,10 +170,10 @@ WRONG = {
     "dtype": (dict(rotary=tables(dtype=torch.int32)), "rotary.cos.dtype is torch.int32"),
     "device": (dict(rotary=Rotary(*(x.to("meta") for x in tables()[:2]))), "rotary.cos is on meta"),
     "pairing": (dict(rotary=tables()._replace(interleaved=2)), "rotary.interleaved=2"),
-    "length": (dict(rotary=tables(149)), "rotary.cos has 149 positions and k 150 keys"),
+    "length": (dict(rotary=tables(149)), "rotary.cos has 149 positions and k has 150 keys"),
     "lengths in use": (
         dict(rotary=tables(99), seqused_k=torch.tensor([100, 3], dtype=INT32)),
-        "rotary.cos has 99 positions and k 100 keys",
+        "rotary.cos has 99 positions and k has 100 keys",
     ),
 }
 
@@ -189,7 +189,7 @@ def test_tables_of_packed_sequences_are_long_enough():
     given = [x[0] for x in tensors(1, 60, 60)]
     cu = dict(cu_seqlens_q=starts(20, 40), cu_seqlens_k=starts(20, 40))
     tilewise.quantize(*given, rotary=tables(40), **cu)
-    with pytest.raises(ArgumentError, match="rotary.cos has 39 positions and k 40 keys"):
+    with pytest.raises(ArgumentError, match="rotary.cos has 39 positions and k has 40 keys"):
         tilewise.quantize(*given, rotary=tables(39), **cu)
 
 

@@ -83,7 +83,7 @@ OF_TORCH = {
     ),
     "mask and causal": (
         dict(attn_mask=torch.ones(8, 8), is_causal=True),
-        "attn_mask and is_causal",
+        "attn_mask with is_causal",
     ),
     "is_causal a word": (dict(is_causal="no"), "is_causal='no': it must be False or True"),
     "is_causal none": (dict(is_causal=None), "is_causal=None"),
@@ -95,7 +95,7 @@ OF_TORCH = {
     "learned scale": (
         dict(scale=torch.tensor(1.0, requires_grad=True)),
         "scale is a tensor",
-        "scale query",
+        "multiply query",
     ),
     "small scale": (dict(scale=1e-46), "scale=1e-46", "multiply query"),
     "dropout_p": (dict(dropout_p=1.5), "dropout_p=1.5"),
@@ -131,7 +131,7 @@ OF_FLASH = {
         dict(softmax_scale=torch.tensor(1.0, requires_grad=True)),
         "softmax_scale is a tensor",
     ),
-    "quotient": (dict(softmax_scale=1e20, softcap=1e-20), "softmax_scale=1e+20 / softcap"),
+    "quotient": (dict(softmax_scale=1e20, softcap=1e-20), "softmax_scale / softcap"),
     "window_size": (dict(window_size=4), "window_size=4"),
     "sink": (dict(learnable_sink=torch.ones(3)), "learnable_sink has shape (3,)"),
     "a sink that is a list": (dict(learnable_sink=[1.0]), "learnable_sink is a list"),

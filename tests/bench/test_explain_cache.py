@@ -86,7 +86,7 @@ def test_a_backend_refuses_as_it_does_in_a_call():
     found = explained(decode(1, 1000, LLAMA), split_size=100)
     assert found.backend == "portable"
     (reason,) = [x.reason for x in found.answers if x.backend == "hopper"]
-    assert reason == "split_size=100 is no multiple of 64 keys"
+    assert reason == "split_size=100 is not a multiple of 64 keys"
 
 
 def test_pages_are_counted_among_the_bytes():

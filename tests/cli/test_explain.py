@@ -39,7 +39,7 @@ def test_copies_are_told():
     """Of rows that TMA cannot read; where they are few, another backend serves."""
     asked = "--no-compile", "--json", "--gpu", "h100", "--headdim", "100", "--seqlen"
     long, short = (json.loads(invoke(*asked, n).stdout) for n in ("4096", "512"))
-    assert long["backend"] == "hopper" and "no multiple of 8" in long["answers"][0]["reason"]
+    assert long["backend"] == "hopper" and "not a multiple of 8" in long["answers"][0]["reason"]
     assert short["backend"] == "portable" and short["answers"][0]["kind"] == "slower"
 
 

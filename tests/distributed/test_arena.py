@@ -140,5 +140,5 @@ def test_a_rank_that_is_killed_is_named(victim, method):
 
 
 def test_other_devices_are_refused_by_name():
-    with pytest.raises(NotImplementedError, match="serves CPUs and GPUs"):
+    with pytest.raises(NotImplementedError, match="supports CPUs and GPUs"):
         arena_of(None, torch.device("meta"))

@@ -158,7 +158,7 @@ def wrong(rank):
         x = q.clone().requires_grad_(rank == 1)
         td.attention(x, x, x, layout=layout)
     x, expected = (q[:, :9], ArgumentError) if rank else (q, td.RankMismatch)
-    with pytest.raises(expected, match="gives rank 1 10 of 20"):
+    with pytest.raises(expected, match="rank 1 has 10 tokens of 20"):
         td.attention(x, x, x, layout=layout)
     with pytest.raises(td.RankMismatch, match="zigzag over 2 ranks.*contiguous over 2 ranks"):
         other = td.zigzag(20) if rank else layout
@@ -177,7 +177,7 @@ def refused(rank):
     learned = torch.randn(40, requires_grad=True)
     starts = torch.tensor([0, 20], dtype=torch.int32)
     wanted = {
-        'method="stream" serves': (dict(k=k, v=k, method="heads"), NotImplementedError),
+        'method="stream" supports': (dict(k=k, v=k, method="heads"), NotImplementedError),
         'counts heads.*method="stream"': (
             dict(dropout_p=0.5, dropout_rng=torch.tensor([1, 2]), method="heads"),
             NotImplementedError,
@@ -187,8 +187,8 @@ def refused(rank):
         "score_mod of positions": (dict(bias=q), NotImplementedError),
         "as mask_mod": (dict(block_mask=q), NotImplementedError),
         "captured": (dict(score_mod=lambda s, b, h, i, j: s + learned[i]), NotImplementedError),
-        "all ranks must drop alike": (dict(dropout_p=0.5), ArgumentError),
-        'not those of one process.*method="heads" or method="stream"': (
+        "all ranks must drop the same": (dict(dropout_p=0.5), ArgumentError),
+        'differ from those of one process.*method="heads" or method="stream"': (
             dict(method="ring"),
             NotImplementedError,
         ),

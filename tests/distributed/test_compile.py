@@ -123,9 +123,9 @@ def refused(rank):
     wanted = {
         "captured a tensor": dict(score_mod=score),
         "the documents|layout.packed": dict(cu_seqlens_q=starts),
-        "all ranks must drop alike": dict(dropout_p=0.5),
-        "not those of one process": dict(method="ring"),
-        r"gives rank \d 10 of 20": dict(q=q[:, :9], k=q[:, :9], v=q[:, :9]),
+        "all ranks must drop the same": dict(dropout_p=0.5),
+        "differ from those of one process": dict(method="ring"),
+        r"rank \d has 10 tokens of 20": dict(q=q[:, :9], k=q[:, :9], v=q[:, :9]),
     }
     for match, asked in wanted.items():
         given = dict(q=q, k=q, v=q, layout=layout) | asked

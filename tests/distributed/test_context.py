@@ -108,16 +108,16 @@ def appended(q):
 
 
 REFUSED = {
-    "varlen": (varlen, "documents are the layout's"),
+    "varlen": (varlen, "documents belong in the layout"),
     "packed": (packed, "cu_seqlens_q: no method"),
     "seqused": (
         lambda q: tilewise.attention(q, q, q, seqused_k=torch.tensor([3], dtype=torch.int32)),
         "seqused_k: no method",
     ),
     "split_size": (lambda q: tilewise.attention(q, q, q, split_size=16), "split_size: no method"),
-    "kvcache": (lambda q: tilewise.flash_attn_with_kvcache(q, q, q), "would leave the keys"),
-    "append": (appended, "would leave the keys"),
-    "flex": (lambda q: tilewise.flex_attention(q, q, q), "would leave the keys"),
+    "kvcache": (lambda q: tilewise.flash_attn_with_kvcache(q, q, q), "would leave out the keys"),
+    "append": (appended, "would leave out the keys"),
+    "flex": (lambda q: tilewise.flex_attention(q, q, q), "would leave out the keys"),
     "chunk": (lambda q: tilewise.flash_attn_func(q, q, q, attention_chunk=8), "mods.chunked"),
     "attn_mask": (masked, "attn_mask inside"),
     "attn_mask of torch's": (masked_torchs, "attn_mask inside"),
@@ -140,9 +140,9 @@ def test_refused_inside_and_known_outside(name, learns):
 def test_wrong_arguments_are_named_inside():
     q = torch.randn(1, 16, 2, 8)
     with td.context_parallel(td.zigzag(32, 1)):
-        with pytest.raises(ArgumentError, match="gives rank 0 32 of 32"):
+        with pytest.raises(ArgumentError, match="rank 0 has 32 tokens of 32"):
             tilewise.attention(q, q, q)
-        with pytest.raises(ArgumentError, match="are \\(batch, nheads, tokens, headdim\\)"):
+        with pytest.raises(ArgumentError, match="must be \\(batch, nheads, tokens, headdim\\)"):
             tilewise.scaled_dot_product_attention(q[0], q[0], q[0])
     with pytest.raises(ArgumentError, match="layout is a str"):
         with td.context_parallel("zigzag"):

@@ -88,7 +88,7 @@ def refused(mesh):
     wide = distribute_tensor(torch.zeros(BATCH, 24, 2, 16), mesh, [Shard(3)])
     plain = q.to_local()
     for match, inputs in {
-        "gives rank . 24 of 48": [everywhere] * 3,
+        "rank . has 24 tokens of 48": [everywhere] * 3,
         "Partial": [summed] * 3,
         "headdim": [wide] * 3,
         "are DTensors and others are not": (q, plain, plain),

@@ -65,7 +65,7 @@ def styled(rank):
                 dist.all_reduce(part)
                 torch.testing.assert_close(part, whole, rtol=1e-4, atol=1e-5)
             assert list(model.state_dict()) == list(Model().state_dict())
-    with pytest.raises((ArgumentError, td.RankMismatch), match="gives rank . 20 of 40"):
+    with pytest.raises((ArgumentError, td.RankMismatch), match="rank . has 20 tokens of 40"):
         model(x)
     assert not is_sharded()  # after an error, too
     graph = torch.compile(model.layers[0], fullgraph=True, backend="aot_eager")

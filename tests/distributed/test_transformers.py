@@ -117,8 +117,8 @@ def refused(rank):
         "leave padding out": dict(there, attention_mask=padding),
         "or of pairs": dict(there, attention_mask=pairs),
         "must be layout.positions": {},
-        "cu_seq_lens_q.*documents are the layout's": dict(there, **packed),
-        "documents are the layout's: |must be layout.positions": dict(position_ids=restarts),
+        "cu_seq_lens_q.*documents belong in the layout": dict(there, **packed),
+        "documents belong in the layout: |must be layout.positions": dict(position_ids=restarts),
         "a layer whose mask has none": dict(there, **flags),
     }.items():
         for use_cache in (False, True):

@@ -323,7 +323,7 @@ def mismatch(rank):
     with pytest.raises(td.RankMismatch, match="rank 1 called .*causal=True.*of which this is"):
         td.attention(q, q, q, layout=layout)
     assert td.attention(q, q, q, layout=layout).isfinite().all()
-    with pytest.raises(ArgumentError if rank == 1 else td.RankMismatch, match="gives rank 1 1024"):
+    with pytest.raises(ArgumentError if rank == 1 else td.RankMismatch, match="rank 1 has 1024"):
         x = q[:, :9] if rank == 1 else q
         td.attention(x, x, x, layout=layout, softcap=3.0)
     assert td.attention(q, q, q, layout=layout).isfinite().all()

@@ -96,7 +96,7 @@ def refused(rank, ring, ulysses):
         "differs by query or head": dict(attn_mask=mask[:, None, None].expand(-1, NHEADS, 1, -1)),
     }
     if ring > 1:
-        asked["beside a ring"] = dict(attn_mask=mask)
+        asked["with a ring"] = dict(attn_mask=mask)
     else:
         asked["with a gradient"] = dict(attn_mask=torch.zeros(mask.shape, requires_grad=True))
     for match, options in asked.items():

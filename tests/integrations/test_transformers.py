@@ -93,7 +93,7 @@ def test_decoder_logits(name, padding):
 def test_a_call_a_row_says_so(monkeypatch):
     monkeypatch.setattr(tilewise.errors, "_said", set())
     _, ours = pair(config_of("llama"))
-    with torch.no_grad(), pytest.warns(tilewise.PerformanceWarning, match="once a row") as said:
+    with torch.no_grad(), pytest.warns(tilewise.PerformanceWarning, match="once per row") as said:
         ours(tokens(), attention_mask=padded("left"))
         ours(tokens(), attention_mask=padded("right"))
     assert len(said) == 1

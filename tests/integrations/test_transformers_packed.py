@@ -131,7 +131,7 @@ def test_position_ids_of_one_sequence_are_no_packed_ones():
         torch.testing.assert_close(got[real], expected[real], atol=1e-5, rtol=1e-5)
 
 
-REFUSED = "position_ids restart within a row: packed sequences are served"
+REFUSED = "position_ids restart within a row: packed sequences are supported"
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -266,7 +266,7 @@ def test_half_of_it_is_refused():
     with pytest.raises(ArgumentError, match="cu_seq_lens_k is missing"):
         attend(cu_seq_lens_q=starts)
     for name in ("max_length_q", "seq_idx"):
-        with pytest.raises(NotImplementedError, match=f"{name}: packed sequences are served"):
+        with pytest.raises(NotImplementedError, match=f"{name}: packed sequences are supported"):
             attend(**{name: starts})
 
 

@@ -165,7 +165,7 @@ def test_masks_that_do_not_fit():
             ours(tokens(), attention_mask=torch.ones(shape, dtype=torch.bool))
     with pytest.raises(NotImplementedError, match="pass bools"):
         ours(tokens(), attention_mask=torch.ones(3, 1, 12, 12, dtype=torch.long))
-    with pytest.raises(NotImplementedError, match="cu_seq_lens_q: beside a mask of four"):
+    with pytest.raises(NotImplementedError, match="cu_seq_lens_q: with a mask of four"):
         ours(tokens(), attention_mask=given(), **told_by_lengths((12,)))
 
 

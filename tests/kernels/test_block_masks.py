@@ -76,7 +76,7 @@ def test_hopper_takes_blocks_of_whole_tiles(block):
 def test_hopper_says_why_it_does_not_take_others():
     given, _ = tensors(dtype=torch.bfloat16, headdim=64)
     blocks = create_block_mask(near, 1, 1, ROWS_Q, ROWS_K, block=(96, 96))
-    with use_emulator(), pytest.raises(NotImplementedError, match="blocks 96 x 96"):
+    with use_emulator(), pytest.raises(NotImplementedError, match="blocks of 96 x 96"):
         tilewise.attention(*given, block_mask=blocks, backend="hopper")
 
 
@@ -141,7 +141,7 @@ def test_wrong_lists_are_refused(name, kind):
 def test_full_blocks_end_before_the_sequence():
     made = create_block_mask(near, 1, 1, 500, 500)
     full = lists([1, 0, 0, 0], [3, 0, 0, 0])
-    with pytest.raises(ArgumentError, match="list others as partial"):
+    with pytest.raises(ArgumentError, match="list the others as partial"):
         BlockMask(made.mask, made.shape, made.block, made.partial, full)
     flex = flex_attention.BlockMask.from_kv_blocks(
         torch.zeros(1, 1, 4, dtype=torch.int32),

@@ -251,7 +251,7 @@ def test_lists_without_a_predicate_are_one():
 
 
 def test_from_flex_refuses():
-    with pytest.raises(ArgumentError, match="block_mask is a int: it must be a BlockMask"):
+    with pytest.raises(ArgumentError, match="block_mask is an int: it must be a BlockMask"):
         BlockMask.from_flex(3)
     with pytest.raises(ArgumentError, match=r"sin\(q_idx\)"):
         BlockMask.from_flex(of_flex(lambda b, h, q, k: torch.sin(q) > 0, (1, 1, 64, 64)))

@@ -174,24 +174,24 @@ UNTRACEABLE = {
     "and": (lambda s, b, h, q, k: s > 1 and q > 2, "truth of (1 < score)", "&, | and ~"),
     "int": (lambda s, b, h, q, k: q - k, "which is int: it must return a float", "multiply it by"),
     "bool": (lambda s, b, h, q, k: q < k, "which is bool: it must return a float", "choose with"),
-    "//": (lambda s, b, h, q, k: s // 2, "`//` is not for score (float) and 2", "floats out of"),
-    "%": (lambda s, b, h, q, k: s % 2, "`%` is not for score", "in a score function"),
+    "//": (lambda s, b, h, q, k: s // 2, "`//` does not take score (float) and 2", "floats out of"),
+    "%": (lambda s, b, h, q, k: s % 2, "`%` does not take score", "in a score function"),
     "**": (lambda s, b, h, q, k: s + 3**q, "torch's `pow` of q_idx", "one of them a float"),
     "index": (lambda s, b, h, q, k: SLOPES[s], "indexed by score", "use integers"),
-    "method": (lambda s, b, h, q, k: s.lgamma(), "`.lgamma` of score", "a score function is made"),
-    "in place": (lambda s, b, h, q, k: s.relu_(), "`.relu_` of score", "a score function is made"),
+    "method": (lambda s, b, h, q, k: s.lgamma(), "`.lgamma` of score", "a score function may use"),
+    "in place": (lambda s, b, h, q, k: s.relu_(), "`.relu_` of score", "a score function may use"),
     "half": (lambda s, b, h, q, k: s.to(torch.half), "`to` of score", "use .float() or .long()"),
-    "torch": (lambda s, b, h, q, k: torch.lgamma(s), "torch's `lgamma` of score", "gelu and the"),
+    "torch": (lambda s, b, h, q, k: torch.lgamma(s), "torch's `lgamma` of score", "gelu and"),
     "part": (lambda s, b, h, q, k: s + BIAS[h], "is indexed by 1", "one index for each dimension"),
     "keyword": (lambda s, b, h, q, k: torch.round(s, decimals=2), "torch's `round`", "scale what"),
-    "bool as a number": (lambda s, b, h, q, k: s - (q < k), "`-` is not for", "where(x, 1, 0)"),
+    "bool as a number": (lambda s, b, h, q, k: s - (q < k), "`-` does not take", "where(x, 1, 0)"),
     "arguments": (
         lambda b, h, q, k: 1.0,
         "score function <lambda> cannot",
         "(score, b, h, q_idx, k",
     ),
     "whole": (lambda s, b, h, q, k: s + SLOPES, "operand in a score function", "like doc[q_idx]"),
-    "text": (lambda s, b, h, q, k: s + "a", "'a' (str)", "a score function is made of"),
+    "text": (lambda s, b, h, q, k: s + "a", "'a' (str)", "a score function may use"),
 }
 
 
@@ -205,8 +205,8 @@ def test_what_is_refused_is_named_with_a_remedy(name):
 
 
 BAD = {
-    "not a function": (lambda: score(3), "score is a int: it must be a function of"),
-    "derivative": (lambda: score(alibi(SLOPES), 3), "derivative is a int: it must be a function"),
+    "not a function": (lambda: score(3), "score is an int: it must be a function of"),
+    "derivative": (lambda: score(alibi(SLOPES), 3), "derivative is an int: it must be a function"),
     "slopes": (lambda: alibi([1.0]), "slopes is a list: it must be a float torch.Tensor"),
     "slopes dtype": (lambda: alibi(DOC), r"slopes.dtype is torch.int32.*slopes.float\(\)"),
     "slopes shape": (lambda: alibi(BIAS), r"slopes has shape \(3, 6, 6\): it must be \(nheads,\)"),

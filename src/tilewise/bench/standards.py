@@ -65,8 +65,8 @@ class Standards(NamedTuple):
 def standards(
     shape: Shape, part: Inputs, options: dict[str, Any], first: tuple[int, int] = (0, 0)
 ) -> Standards:
-    """Of one key head, `part`; `first` are the batch and the query head that it begins with.
-    `options` are those of `attention`.
+    """The standards of one key head, `part`; `first` are its first batch and query head. `options`
+    are those of `attention`.
     """
     options = dict(options)
     if (block_mask := options.pop("block_mask", None)) is not None:

@@ -1,6 +1,6 @@
 """One sequence over several processes, exact: `import tilewise.distributed as td`.
 
-Nothing of it is imported by `import tilewise`.
+`import tilewise` does not import it.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -77,7 +77,9 @@ class Reporting:
 def check_device(device: torch.device) -> None:
     """NotImplementedError but for CPUs and GPUs."""
     if device.type != "cuda":
-        raise NotImplementedError(f"tensors on {device}: tilewise.distributed serves CPUs and GPUs")
+        raise NotImplementedError(
+            f"tensors on {device}: tilewise.distributed supports CPUs and GPUs"
+        )
 
 
 def _free(group: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, a_type
 from ..frontend.qkv import check_tensor
 from ..frontend.scalars import Window, check_flag
 from ..frontend.scalars import check_layout as check_order
@@ -25,7 +25,7 @@ from .methods import arena_for, attend_by, choose
 Tensor = torch.Tensor
 
 # Arguments of `tilewise.attention` that no method serves, and what to do instead
-DOCUMENTS = "documents are the layout's: layout.packed(cu_seqlens), or td.documents(cu_seqlens)"
+DOCUMENTS = "documents belong in the layout: layout.packed(cu_seqlens), or td.documents(cu_seqlens)"
 NOT_SERVED = {
     "cu_seqlens_q": DOCUMENTS,
     "cu_seqlens_k": DOCUMENTS,
@@ -33,11 +33,11 @@ NOT_SERVED = {
     "max_seqlen_k": DOCUMENTS,
     "seqused_q": "leave padding out of the sequence, or make it a document of its own",
     "seqused_k": "leave padding out of the sequence, or make it a document of its own",
-    "bias": "say it as a score_mod of positions",
+    "bias": "write it as a score_mod of positions",
     "block_mask": "pass its predicate as mask_mod",
     "page_table": "call tilewise.attention, on whole sequences",
-    "backward": "it is of FP8, which no method serves",
-    "out_dtype": "it is of FP8, which no method serves",
+    "backward": "it is for FP8, which no method supports",
+    "out_dtype": "it is for FP8, which no method supports",
     "q_descale": "call tilewise.attention, on whole sequences",
     "k_descale": "call tilewise.attention, on whole sequences",
     "v_descale": "call tilewise.attention, on whole sequences",
@@ -195,7 +195,7 @@ def _ordered(
     inputs: tuple[Tensor, Tensor, Tensor], order: str, is_packed: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v as (batch, tokens, heads, headdim), in the dtype of autocast."""
-    check_order(order)
+    check_order(order, "order")
     q, k, v = inputs
     if is_packed:
         q, k, v = (x.unsqueeze(0) for x in inputs)
@@ -208,13 +208,13 @@ def check_layout(layout: Any) -> Layout:
     """A layout whose ranks are there."""
     if not isinstance(layout, Layout):
         raise ArgumentError(
-            f"layout is a {type(layout).__name__}: it must be a tilewise.distributed.Layout, as "
+            f"layout is {a_type(layout)}: it must be a tilewise.distributed.Layout, as "
             "td.zigzag(seqlen, group) makes it; the order of dimensions is order= here"
         )
     if layout.ranks > 1 and layout.group is None:
         raise ArgumentError(
-            f"this layout was made for a number of ranks, {layout.ranks}: make it with their "
-            "process group"
+            f"this layout was made for {layout.ranks} ranks without a process group: make it with "
+            "one"
         )
     return layout
 
@@ -225,5 +225,5 @@ def _refuse(others: dict[str, Any]) -> None:
             raise unexpected("tilewise.distributed.attention", [name])
         if value is not None:
             raise NotImplementedError(
-                f"{name}: no method of tilewise.distributed serves it; {NOT_SERVED[name]}"
+                f"{name}: no method of tilewise.distributed supports it; {NOT_SERVED[name]}"
             )

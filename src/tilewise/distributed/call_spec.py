@@ -81,16 +81,16 @@ def check(spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> CallSpec:
     for name, x in (("q", q), ("k", k)):
         if x.shape[1] != layout.tokens:
             raise ArgumentError(
-                f"{name} has shape {tuple(x.shape)}, {x.shape[1]} tokens: the layout gives rank "
-                f"{layout.rank} {layout.tokens} of {seqlen}; deal them with layout.shard"
+                f"{name} has shape {tuple(x.shape)}, {x.shape[1]} tokens: rank {layout.rank} has "
+                f"{layout.tokens} tokens of {seqlen} in this layout; deal them with layout.shard"
             )
     check_causal(spec.causal)
     check_numbers(spec.scale, spec.softcap, q.shape[3], q.dtype)
     p, rng = check_dropout(spec.dropout_p), spec.dropout_rng
     if p and rng is None and layout.ranks > 1:
         raise ArgumentError(
-            "dropout_p without dropout_rng: all ranks must drop alike, so pass the same int64[2] "
-            "of seed and offset on each"
+            "dropout_p without dropout_rng: all ranks must drop the same elements, so pass the "
+            "same int64 (seed, offset) on each"
         )
     check_extras(q, k, Extras(spec.alibi_slopes, spec.sinks, dropout_rng=rng))
     sizes = q.shape[0], q.shape[2], seqlen, seqlen
@@ -98,7 +98,7 @@ def check(spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> CallSpec:
         sizes = q.shape[0] * (len(layout.cu_seqlens) - 1), q.shape[2], 0, 0
         if spec.alibi_slopes is not None and spec.alibi_slopes.dim() == 2:
             raise NotImplementedError(
-                "alibi_slopes of (batch, nheads) beside documents: pass those of (nheads,)"
+                "alibi_slopes of shape (batch, nheads) with documents: pass shape (nheads,)"
             )
     modifiers = modifiers_of(spec.mask_mod, spec.score_mod, None, sizes)
     if layout.ranks > 1:

@@ -61,7 +61,9 @@ def are_dtensors(*inputs: Any) -> bool:
 def places_of(layout: Layout, q: Any, k: Any, v: Any, order: str) -> Places:
     """How q, k and v lie, which must be in ways that a layout knows."""
     if not all(map(are_dtensors, (q, k, v))):
-        raise ArgumentError("of q, k and v some are DTensors and others are not: make all DTensors")
+        raise ArgumentError(
+            "some of q, k and v are DTensors and others are not: make all of them DTensors"
+        )
     mesh, placements = q.device_mesh, q.placements
     for name, x in (("k", k), ("v", v)):
         if (x.device_mesh, x.placements) != (mesh, placements):
@@ -105,8 +107,9 @@ def local(*inputs: Any) -> tuple[Tensor, ...]:
 
 
 def of_heads(places: Places, x: Any, is_learned: bool) -> Any:
-    """Of a tensor of (nheads,) or (batch, nheads) this rank's part. That of a plain tensor is
-    itself. What is learned gets a part of a sum over all ranks that have other tokens or batches.
+    """The part of a tensor of (nheads,) or (batch, nheads) that is this rank's; a plain tensor is
+    returned as it is. The gradient of a learned one is a part of a sum over all ranks that have
+    other tokens or batches.
     """
     if not are_dtensors(x):
         return x

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, a_type
 
 
 class Members(NamedTuple):
@@ -45,7 +45,7 @@ def members_of(group: Any) -> Members:
         group = group.get_group()
     if not isinstance(group, dist.ProcessGroup):
         raise ArgumentError(
-            f"group is a {type(group).__name__}: it must be a ProcessGroup, a DeviceMesh of one "
+            f"group is {a_type(group)}: it must be a ProcessGroup, a DeviceMesh of one "
             "dimension, a number of ranks, or None for the default group"
         )
     rank = dist.get_rank(group)

@@ -106,7 +106,7 @@ class Arena:
     def pull_all(
         self, lists: Sequence[Sequence[Piece]], targets: Sequence[Tensor], counted: int = 0
     ) -> list[Any]:
-        """The same of several lists, one after the other: the mark of each."""
+        """Does as `pull` for several lists, one after the other; the mark of each."""
         marks = []
         with self.copying():
             for pieces in lists:

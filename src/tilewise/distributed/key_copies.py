@@ -60,8 +60,8 @@ def key_copies(
     shared: tuple[tuple[Run, ...], ...],
     is_beside: bool = False,
 ) -> KeyCopies:
-    """Those of lists of moves into so many rows. Of each rank the others pull `shared` rows, which
-    are all that it publishes.
+    """The copies of lists of moves into `tokens` rows. Each rank publishes its `shared` rows, which
+    the others pull.
     """
     sizes = [sum(b - a for a, b in rows) for rows in shared]
     rooms = [Blocks(kinds, groups, batch, n, is_beside) for n in sizes]

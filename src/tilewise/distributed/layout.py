@@ -99,7 +99,7 @@ class Layout:
     @cached_property
     def table(self) -> Tensor:
         """The layout in int64 numbers, which operators and compiled graphs take as they take any
-        tensor: one graph serves all layouts. `layout_of` reads it.
+        tensor: one graph supports all layouts. `layout_of` reads it.
         """
         named = f"{self.kind}\n{'' if self.group is None else self.group.group_name}".encode()
         starts = () if self.cu_seqlens is None else self.cu_seqlens
@@ -108,18 +108,20 @@ class Layout:
         return torch.tensor([*counts, *named, *starts, *places])
 
     def at(self, rank: int) -> Layout:
-        """The same layout for another rank.
+        """The layout as another rank sees it.
 
         >>> import tilewise.distributed as td
         >>> td.contiguous(5, 2).at(1).positions
         tensor([3, 4])
         """
         if not 0 <= rank < self.ranks:
-            raise ArgumentError(f"rank={rank}: the layout has {self.ranks} ranks, from 0 on")
+            raise ArgumentError(
+                f"rank={rank}: it must be at least 0 and below the number of ranks, {self.ranks}"
+            )
         return replace(self, rank=rank)
 
     def packed(self, cu_seqlens: Sequence[int] | Tensor) -> Layout:
-        """The same layout for a sequence with packed documents, which do not attend to each other.
+        """The layout of the tokens as packed documents, which do not attend to each other.
 
         >>> import tilewise.distributed as td
         >>> td.contiguous(5, 2).packed([0, 2, 5]).positions
@@ -138,8 +140,8 @@ class Layout:
         dim = self._dim(x, dim)
         if x.shape[dim] != self.seqlen:
             raise ArgumentError(
-                f"a tensor of shape {tuple(x.shape)} has {x.shape[dim]} tokens in dimension {dim}: "
-                f"this layout deals {self.seqlen}; say where they are with dim="
+                f"a tensor of shape {tuple(x.shape)} has {x.shape[dim]} tokens in dimension "
+                f"{dim}: this layout deals {self.seqlen}; name the dimension of tokens with dim="
             )
         parts = [x.narrow(dim, start, stop - start) for start, stop in self.runs[self.rank]]
         return torch.cat(parts, dim) if parts else x.narrow(dim, 0, 0)
@@ -155,7 +157,9 @@ class Layout:
         """
         parts = self._gathered(x, dim) if isinstance(x, Tensor) else list(x)
         if len(parts) != self.ranks:
-            raise ArgumentError(f"{len(parts)} parts: this layout has {self.ranks} ranks")
+            raise ArgumentError(
+                f"the number of parts is {len(parts)}: it must be the number of ranks, {self.ranks}"
+            )
         dim = self._dim(parts[0], dim)
         for rank, (part, count) in enumerate(zip(parts, self.counts)):
             if part.shape[dim] != count:

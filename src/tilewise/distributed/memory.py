@@ -52,9 +52,9 @@ class Memory(abc.ABC):
         if len(nodes) > 1:
             kind, names = type(self).__name__, " and ".join(map(listed, nodes))
             raise NotImplementedError(
-                f"{names} share no memory by {kind}{why}: "
-                "tilewise.distributed serves ranks that map each other's, so run them on one "
-                "machine, and containers with one /dev/shm"
+                f"{names} share no memory by {kind}{why}: tilewise.distributed supports ranks "
+                "that map each other's memory, so run them on one machine, and containers with "
+                "one /dev/shm"
             )
         return [x for x in blocks if x is not None]
 

@@ -68,7 +68,9 @@ def choose(spec: CallSpec, method: str | None, q: Tensor, k: Tensor, v: Tensor) 
     if method is not None:
         if reasons[method] is not None:
             others = " or ".join(f'method="{name}"' for name in serves)
-            raise NotImplementedError(f"method={method!r}: {reasons[method]}; {others} serves this")
+            raise NotImplementedError(
+                f"method={method!r}: {reasons[method]}; {others} supports this"
+            )
         return method
     serves = [name for name in serves if name not in ASKED_FOR]
     if len(serves) == 1:

@@ -139,7 +139,7 @@ def from_positions(positions: Tensor | Sequence[Tensor], group: Any = None) -> L
     seqlen = sum(map(len, of_ranks))
     if sorted(i for part in of_ranks for i in part) != list(range(seqlen)):
         raise ArgumentError(
-            f"positions are {seqlen} in all: they must be each of 0 to {seqlen - 1} once"
+            f"there are {seqlen} positions: each of 0 to {seqlen - 1} must be there once"
         )
     runs = [[(i, i + 1) for i in part] for part in of_ranks]
     return _layout("from_positions", seqlen, runs, group)

@@ -33,7 +33,8 @@ NAME = "ring"
 def supports(spec: CallSpec, nheads: int, nheads_k: int) -> str | None:
     """None, or why results cannot be merged."""
     if spec.bitwise and spec.layout.ranks > 1:
-        return "it merges results, which are not those of one process to the bit: bitwise=False"
+        return "it merges results, which differ from those of one process in the last bits: pass "
+        "bitwise=False"
     if spec.is_modified or spec.alibi_slopes is not None:
         return "a shard of keys knows no positions in the whole for ALiBi, masks and dropout"
     return None

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, a_type
 from ..kernels.common.cached import Append
 from ..tile.rotary import Rotary
 from .cache_checks import check_kind, check_reach, check_starts
@@ -23,16 +23,16 @@ def check_append(new: Append) -> None:
     k, batch = new.k, _batch(new)
     if new.slots is None and new.seqused_k is None:
         raise ArgumentError(
-            "seqused_k and slots are missing: pass seqused_k, the keys of each sequence with the "
-            "new ones, or slots, where each new key goes"
+            "seqused_k and slots are missing: pass seqused_k, the number of keys per sequence "
+            "that includes the new ones, or slots, the place of each new key"
         )
     if new.slots is not None:
         check_tensor("slots", new.slots)
         check_kind("slots", new.slots, k, (torch.int64,), "k")
         if new.slots.shape != k.shape[:-2]:
             raise ArgumentError(
-                f"slots has shape {tuple(new.slots.shape)}: it must be {tuple(k.shape[:-2])}, "
-                "one for each new key"
+                f"slots has shape {tuple(new.slots.shape)}: it must be {tuple(k.shape[:-2])}, one "
+                "slot per new key"
             )
     for name, x, dims in (("page_table", new.page_table, 2), ("seqused_k", new.seqused_k, 1)):
         if x is not None:
@@ -45,8 +45,8 @@ def check_append(new: Append) -> None:
                 )
     if new.slots is None and new.page_table is None and new.k_cache.shape[0] != batch:
         raise ArgumentError(
-            f"k_cache has {new.k_cache.shape[0]} sequences and {batch} get new keys: they must "
-            "be equal, or page_table or slots say where keys go"
+            f"k_cache has {new.k_cache.shape[0]} sequences and {batch} get new keys: they must be "
+            "equal, unless page_table or slots says where keys go"
         )
     if new.rotary is not None:
         _check_rotary(new)
@@ -91,14 +91,14 @@ def _check_rows(new: Append) -> None:
     for name, x, cache in (("k", new.k, new.k_cache), ("v", new.v, new.v_cache)):
         if x.shape[-2:] != cache.shape[-2:]:
             raise ArgumentError(
-                f"{name} has {x.shape[-2]} heads of {x.shape[-1]} and {name}_cache "
-                f"{cache.shape[-2]} of {cache.shape[-1]}: they must be equal"
+                f"{name} has {x.shape[-2]} heads of headdim {x.shape[-1]} and {name}_cache has "
+                f"{cache.shape[-2]} heads of headdim {cache.shape[-1]}: they must be equal"
             )
     for name, a, b in (("v", new.k, new.v), ("v_cache", new.k_cache, new.v_cache)):
         if a.shape[:-1] != b.shape[:-1]:
             raise ArgumentError(
                 f"{name} has shape {tuple(b.shape)} and {name.replace('v', 'k', 1)} "
-                f"{tuple(a.shape)}: they must be equal but for headdim"
+                f"{tuple(a.shape)}: they must be equal except for headdim"
             )
     if starts is not None and knows_values(starts):
         check_starts(starts, new.k.shape[0], "keys")
@@ -110,7 +110,7 @@ def _check_descales(new: Append) -> None:
     for name, x, cache in zip(("k_descale", "v_descale"), new[-2:], caches):
         if isinstance(x, Tensor) and x.dim() == 2 and not _has_positions(new):
             raise ArgumentError(
-                f"{name} has shape {tuple(x.shape)}, scales by sequence: pass seqused_k, and "
+                f"{name} has shape {tuple(x.shape)}, scales per sequence: pass seqused_k, and "
                 "cu_seqlens_q if keys are packed, or scales of shape (nheads_k,)"
             )
         check_descale(name, x, cache, _batch(new))
@@ -135,7 +135,7 @@ def check_rotary(rotary: Any, x: Tensor, of: str) -> None:
     """Tables for the heads of x."""
     if not isinstance(rotary, Rotary):
         raise ArgumentError(
-            f"rotary is a {type(rotary).__name__}: it must be a tilewise.cache.Rotary or None"
+            f"rotary is {a_type(rotary)}: it must be a tilewise.cache.Rotary or None"
         )
     check_tables(rotary, x, of)
 
@@ -161,8 +161,8 @@ def check_places(new: Append) -> None:
     room = new.k_cache.shape[0] * new.k_cache.shape[1]
     if slots is not None and knows_values(slots) and bool((slots >= room).any()):
         raise ArgumentError(
-            f"slots has {int(slots.max())} and the cache {room} rows: each must be below that, or "
-            "negative for a key that is skipped"
+            f"slots has {int(slots.max())} and the cache has {room} rows: a slot must be below "
+            "that, or negative to skip its key"
         )
     if used is None or not knows_values(used):
         return
@@ -174,6 +174,6 @@ def check_places(new: Append) -> None:
     longest = max(used.tolist(), default=0)
     if new.rotary is not None and longest > new.rotary.cos.shape[0]:
         raise ArgumentError(
-            f"seqused_k has {longest} keys and rotary.cos {new.rotary.cos.shape[0]} positions: "
-            "make longer tables"
+            f"seqused_k has {longest} keys and rotary.cos has {new.rotary.cos.shape[0]} "
+            "positions: pass longer tables"
         )

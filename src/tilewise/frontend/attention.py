@@ -43,28 +43,24 @@ def attention(
     k: Tensor | None = None,
     v: Tensor | None = None,
     *,
-    causal: bool | str = False,
     scale: float | None = None,
-    window: Window = None,
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
-    seqused_k: Tensor | None = None,
-    seqused_q: Tensor | None = None,
+    bias: Tensor | None = None,
+    score_mod: Callable[..., Any] | None = None,
+    dropout_p: float = 0,  # not 0.0: a compiler takes that for a variable
+    dropout_rng: Tensor | None = None,
+    causal: bool | str = False,
+    window: Window = None,
+    mask_mod: Callable[..., Any] | None = None,
+    block_mask: BlockMask | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
-    bias: Tensor | None = None,
-    mask_mod: Callable[..., Any] | None = None,
-    block_mask: BlockMask | None = None,
-    score_mod: Callable[..., Any] | None = None,
-    dropout_p: float = 0,  # not 0.0: a compiler takes that for a variable
-    dropout_rng: Tensor | None = None,
-    layout: str = "bshd",
-    deterministic: bool = False,
-    return_lse: bool = False,
-    backend: str | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
     page_table: Tensor | None = None,
     split_size: int | None = None,
     out: Tensor | None = None,
@@ -73,6 +69,10 @@ def attention(
     v_descale: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     backward: str | None = None,
+    layout: str = "bshd",
+    deterministic: bool = False,
+    return_lse: bool = False,
+    backend: str | None = None,
     **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention, softmax(scale * q k^T) v, computed tile by tile without storing the scores.
@@ -84,61 +84,79 @@ def attention(
         >>> tilewise.attention(q, k, v, causal=True, window=(63, 0)).shape
         torch.Size([2, 128, 8, 64])
 
+        Packed, two sequences of 100 and 28 tokens:
+
+        >>> q, k, v = torch.randn(3, 128, 8, 64).unbind(0)  # (total, nheads, headdim)
+        >>> ends = torch.tensor([0, 100, 128], dtype=torch.int32)
+        >>> tilewise.attention(q, k, v, cu_seqlens_q=ends, cu_seqlens_k=ends, causal=True).shape
+        torch.Size([128, 8, 64])
+
+        Paged, one query for each of two sequences, of 40 and 9 keys in pages of 16:
+
+        >>> q, pages = torch.randn(2, 1, 8, 64), torch.randn(2, 4, 16, 2, 64)
+        >>> table = torch.tensor([[3, 0, 2], [1, 0, 0]], dtype=torch.int32)
+        >>> used = torch.tensor([40, 9], dtype=torch.int32)
+        >>> tilewise.attention(q, pages[0], pages[1], page_table=table, seqused_k=used).shape
+        torch.Size([2, 1, 8, 64])
+
     Tensors may have any strides with a contiguous last dimension. dtypes are fp16, bf16 and fp32,
-    and fp64 on the CPU; k and v may also be a KV cache of float8_e4m3fn or int8, and all three
-    float8_e4m3fn, for FP8 products (see the page on FP8). On a GPU scores
-    must stay below 2^27 in magnitude, for gradients below 2^24; TILEWISE_CHECK=1 in the environment
-    refuses q and k whose norms allow more, and checks the values of lengths, which synchronizes.
+    and fp64 on the CPU. k and v may also be a KV cache of float8_e4m3fn or int8, and q, k and v
+    float8_e4m3fn, for FP8 products (see the page on FP8). On a GPU scores must stay below 2^27 in
+    magnitude, and below 2^24 for gradients. TILEWISE_CHECK=1 in the environment refuses q and k
+    whose norms allow more, and checks the values of lengths, which synchronizes.
 
     Args:
         q: (batch, seqlen_q, nheads, headdim); (total_q, nheads, headdim) with `cu_seqlens_q`; or
-            what `tilewise.quantize` returns, in place of q, k and v.
+            the result of `tilewise.quantize`, in place of q, k and v.
         k: (batch, seqlen_k, nheads_k, headdim), nheads a multiple of nheads_k; (total_k, nheads_k,
             headdim) with `cu_seqlens_k`; (num_pages, page_size, nheads_k, headdim) with
             `page_table`.
-        v: as k, with its own headdim_v.
-        causal: True or "bottom_right": the last query attends to the last key; "top_left": the
-            first query attends to the first key only.
+        v: shaped as k, with its own headdim_v.
+
+    Scores:
         scale: softmax scale, positive; 1 / sqrt(headdim) by default.
-        window: (left, right), the keys before and after its diagonal that a query attends to, both
-            ends included; None or -1 is no limit.
         softcap: scores become softcap * tanh(score / softcap), before masks and ALiBi.
         alibi_slopes: fp32 (nheads,) or (batch, nheads); adds -slope * abs(distance to the
             diagonal).
         sinks: (nheads,), a learnable logit per head that joins the softmax without a value.
-        seqused_k: int32 (batch,), valid keys of each sequence; the rest is padding on the right.
-            With a KV cache: its keys, those of the call's queries included, which are the last
-            ones.
-        seqused_q: int32 (batch,), valid queries of each packed sequence; the others have out 0 and
-            lse -inf.
-        cu_seqlens_q: int32 (batch + 1,), 0 and the end of each sequence's queries, which are packed
-            end to end. Without `cu_seqlens_k`: packed queries over a KV cache. Rows behind the last
-            end are padding: out and gradients are 0 there and lse -inf, and `out=` stays as it is.
-        cu_seqlens_k: the same for keys. Lengths stay on the device.
-        max_seqlen_q: upper bound of query lengths, a hint for the tile shape: tiles for long
-            sequences are used where it is over 2048 or absent, else those for the mean length.
-        max_seqlen_k: upper bound of key lengths; it has no effect.
         bias: added to the scores, dtype of q or fp32, (batch or 1, nheads or 1, seqlen_q or 1,
             seqlen_k or 1); differentiable. -inf hides a key. A row of -1e9 and the like attends to
             all keys alike, as in torch (see Troubleshooting, NaN).
-        mask_mod: which keys a query attends to: a predicate of (b, h, q_idx, kv_idx) made of plain
-            operators (`tilewise.mods.trace` lists them), or a `Mask`, evaluated for every pair;
-            `causal` and `window` must hold, too. Positions count from 0 in each sequence. Under
-            torch.compile create it outside of the graph.
-        block_mask: a mask with its hidden tiles, which are skipped: of
-            `tilewise.sparse.create_block_mask`, or FlexAttention's BlockMask. Not with `causal` and
-            `window`, which join it as masks.
         score_mod: FlexAttention's function of (score, b, h, q_idx, kv_idx), applied to the scaled
             and capped score, before ALiBi, bias and masks. Captured float tensors that require grad
             get gradients. Under torch.compile create it outside, with `tilewise.scores.score`.
-        dropout_p: probability of dropping a probability, rounded to a multiple of 1/256; the rest
-            is rescaled.
+        dropout_p: probability of dropping a probability, rounded to a multiple of 1/256; the
+            remaining ones are rescaled.
         dropout_rng: int64 (2,), seed and offset on the device of q; drawn from torch's generator by
             default.
-        layout: "bshd", or "bhsd" for (batch, nheads, seqlen, headdim).
-        deterministic: gradients are the same bits in every run; on a CPU with as many threads.
-        return_lse: whether to return the log-sum-exp, too.
-        backend: the name of a backend to force.
+
+    Masks:
+        causal: True or "bottom_right": the last query attends up to the last key; "top_left": the
+            first query attends to the first key alone.
+        window: (left, right), the keys before and after its diagonal that a query attends to, both
+            ends included; None or -1 is no limit.
+        mask_mod: a predicate of (b, h, q_idx, kv_idx) made of plain operators
+            (`tilewise.mods.trace` lists them), or a `Mask`: which keys a query attends to, in
+            addition to `causal` and `window`. It is evaluated for every pair. Positions count from
+            0 in each sequence. Under torch.compile create it outside of the graph.
+        block_mask: a mask whose hidden tiles are skipped: the result of
+            `tilewise.sparse.create_block_mask`, or FlexAttention's BlockMask. Not with `causal` and
+            `window`, which join it as masks.
+
+    Packed sequences:
+        cu_seqlens_q: int32 (batch + 1,), 0 and the end of each sequence's queries, which are packed
+            end to end. Without `cu_seqlens_k`: packed queries over a KV cache. Rows behind the last
+            end are padding: out and gradients are 0 there and lse -inf, and `out=` stays as it is.
+        cu_seqlens_k: as cu_seqlens_q, for keys. Lengths stay on the device.
+        max_seqlen_q: upper bound of query lengths, a hint for the tile shape: tiles for long
+            sequences are used where it is over 2048 or absent, else those for the mean length.
+        max_seqlen_k: upper bound of key lengths; it has no effect.
+        seqused_q: int32 (batch,), valid queries of each packed sequence; the others have out 0 and
+            lse -inf.
+        seqused_k: int32 (batch,), valid keys of each sequence; the remaining keys are padding. With
+            a KV cache: its keys, which include those of the call's queries, the last ones.
+
+    KV cache:
         page_table: int32 (batch, pages): key j of sequence b is row j % page_size of page
             page_table[b, j // page_size]. Unused entries and rows may hold any values.
         split_size: keys per split, counted from key 0; splits are folded in order, so that a row's
@@ -146,6 +164,8 @@ def attention(
             for each sequence, unless `tilewise.batch_invariant` is on (see the page on the cache).
         out: written in place and returned. `page_table`, `split_size`, `out` and 8-bit caches
             exclude dropout, bias, block_mask and score_mod; all but `split_size` exclude gradients.
+
+    Eight bits:
         q_descale: fp32 scale for a float8_e4m3fn q, which represents q * q_descale: (), (nheads_k,)
             or (batch, nheads_k), not negative, as k_descale and v_descale then are; None is 1.
         k_descale: fp32 scale for an 8-bit k: (), one per key head (nheads_k,), per sequence and key
@@ -155,6 +175,12 @@ def attention(
         out_dtype: dtype of `out` for FP8 q, k and v: bfloat16 (default), float16 or float32.
         backward: "bf16": straight-through gradients for the tensors that were quantised, computed
             in bfloat16 on the dequantised values.
+
+    Execution:
+        layout: "bshd", or "bhsd" for (batch, nheads, seqlen, headdim).
+        deterministic: gradients are the same bits in every run; on a CPU with as many threads.
+        return_lse: whether to return the log-sum-exp, too.
+        backend: the name of a backend to force.
 
     Returns:
         `out`, shaped as q with v's headdim. With `return_lse` also the log-sum-exp, natural log,

@@ -83,7 +83,7 @@ def with_positive_scale(
         return query, scale
     if not -math.inf < scale <= 0:
         return query, scale
-    warn_slow(f"{words.scale}={scale} is not positive, so {words.q} is copied at every call")
+    warn_slow(f"{words.scale}={scale} is not positive, so every call copies {words.q}")
     return (-query, -scale) if scale else (query * 0, 1.0)
 
 
@@ -176,8 +176,8 @@ def _placed(x: Tensor, batch: Shape, nheads: int, name: str) -> Tensor:
     x = x.unsqueeze(0) if x.dim() == 2 else x
     if x.shape[-3] not in (1, nheads):
         warn_slow(
-            f"{name} has {x.shape[-3]} heads, which key and value do not share, and is repeated to "
-            f"{nheads} at every call: give key and value as many heads"
+            f"{name} has {x.shape[-3]} heads, and key and value differ in their numbers of heads, "
+            f"so every call repeats it to {nheads}: give key and value the same number of heads"
         )
         x = x.repeat_interleave(nheads // x.shape[-3], -3)
     shape = (*batch, nheads, *x.shape[-2:])
@@ -193,7 +193,7 @@ def _merged(x: Tensor, count: int, name: str) -> Tensor:
     is_view = all(a == m * b for (_, a), (m, b) in itertools.pairwise(dims))
     if not is_view and x.numel():
         warn_slow(
-            f"{name} has {count} dimensions that do not lie as one in memory, and is copied at "
-            "every call: pass it contiguous, of its full shape"
+            f"{name} has {count} batch dimensions that no view joins into one, so every call "
+            "copies it: pass a contiguous tensor of the full shape"
         )
     return x.flatten(0, count - 1)

@@ -57,7 +57,7 @@ def refuse_beside_cache(others: tuple[object, ...], backend: str | None) -> None
     for (name, remedy), value in zip(NOT_SERVED.items(), others):
         if value is not None:
             raise NotImplementedError(
-                f"{name} with a cache, split_size or out is not served: {remedy}"
+                f"{name} with a cache, split_size or out is not supported: {remedy}"
             )
     if backend is not None:
         dispatch.check_backend(backend)
@@ -87,8 +87,8 @@ def check_cached(
     _check_shapes(q, k, v, cu_seqlens_q)
     if check_causal(causal) != "bottom_right":
         raise ArgumentError(
-            f"causal={causal!r} with a cache: queries are the last ones of their sequence, so it "
-            "must be False, True or 'bottom_right'"
+            f"causal={causal!r} with a cache: the queries are the last ones of their sequence, so "
+            "it must be False, True or 'bottom_right'"
         )
     extras = Extras(slopes, sinks, seqused_k, None, cu_seqlens_q)
     sides = band(window, causal is not False)
@@ -230,11 +230,11 @@ def check_reach(
     room, of_used, of_table = capacity(k, page_table), *names
     lengths = [room] * len(tensors[0]) if seqused_k is None else seqused_k.tolist()
     if any(n < m or n > room for n, m in zip(lengths, least or [0] * len(lengths))):
-        place = f"k has {room} rows a sequence"
+        place = f"k has {room} rows per sequence"
         if page_table is not None:
             place = (
-                f"{of_table} has {page_table.shape[1]} entries of pages of {k.shape[1]}, room for "
-                f"{room} keys"
+                f"{of_table} has {page_table.shape[1]} pages of {k.shape[1]} keys per sequence, "
+                f"room for {room} keys"
             )
         fewest = "0" if not any(least or ()) else f"as many as new keys, {least}"
         raise ArgumentError(
@@ -252,9 +252,9 @@ def check_reach(
     if bool(is_wrong.any()):
         row, column = is_wrong.nonzero()[0].tolist()
         raise ArgumentError(
-            f"{of_table}[{row}, {column}] is {int(page_table[row, column])}, a page of "
-            f"{lengths[row]} keys in use: it must be at least 0 and below the number of pages, "
-            f"{k.shape[0]}"
+            f"{of_table}[{row}, {column}] is {int(page_table[row, column])}, a page that the "
+            f"{lengths[row]} keys in use reach: it must be at least 0 and below the number of "
+            f"pages, {k.shape[0]}"
         )
 
 
@@ -317,7 +317,7 @@ def check_no_grad(*tensors: tuple[str, Tensor | None]) -> None:
     for name, x in tensors:
         if x is not None and x.requires_grad and torch.is_grad_enabled():
             raise NotImplementedError(
-                f"{name}.requires_grad: a cache is written in place, step by step, so that what a "
-                "gradient would need is gone; call under torch.no_grad(), detach() it, or train "
-                "with k and v as they are, without page_table and out"
+                f"{name}.requires_grad: a call with a cache has no gradient, because the cache is "
+                "written in place; call under torch.no_grad(), detach() it, or train with plain "
+                "k and v, without page_table and out"
             )

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch._C._functorch import peek_interpreter_stack
 
-from ..errors import OURS, ArgumentError, Words
+from ..errors import OURS, ArgumentError, Words, a_type
 from ..mods.flatten import take_apart
 from ..problem import NO_MODS, OPTIONAL, Extras, Mods, Problem, Scalars, describe
 from ..tile.random_bytes import check_dropout
@@ -65,9 +65,7 @@ def check_extras(q: Tensor, k: Tensor, extras: Extras, words: Words = OURS) -> N
     for name, x in zip(Extras._fields[:OPTIONAL], extras):
         if x is not None and not isinstance(x, torch.Tensor):
             name = words._asdict().get(name, name)
-            raise ArgumentError(
-                f"{name} is a {type(x).__name__}: it must be a torch.Tensor or None"
-            )
+            raise ArgumentError(f"{name} is {a_type(x)}: it must be a torch.Tensor or None")
     batch = check_packing(q, k, extras, words)
     if slopes is not None:
         _check_extra("alibi_slopes", slopes, q, [(nheads,), (batch, nheads)], (torch.float32,))
@@ -96,8 +94,8 @@ def check_extras(q: Tensor, k: Tensor, extras: Extras, words: Words = OURS) -> N
                 room = torch.full_like(used, k.shape[1]) if starts is None else starts.diff()
                 if bool(((used < 0) | (used > room)).any()):
                     raise ArgumentError(
-                        f"{name}={used.tolist()}: it must be at least 0 and at most what the "
-                        f"sequences have room for, {room.tolist()}"
+                        f"{name}={used.tolist()}: it must be at least 0 and at most the number of "
+                        f"rows per sequence, {room.tolist()}"
                     )
 
 
@@ -107,8 +105,9 @@ def check_order(captured: tuple[Tensor, ...]) -> None:
         if x.requires_grad and torch.is_grad_enabled() and x.device.type != "cpu":
             raise NotImplementedError(
                 "deterministic=True, and a score function captured a tensor of shape "
-                f"{tuple(x.shape)} that requires a gradient: that is added in any order, so pass "
-                "the tensor as bias, whose gradient is deterministic, or detach() it"
+                f"{tuple(x.shape)} that requires a gradient: that gradient is summed in no fixed "
+                "order, so pass the tensor as bias, whose gradient is deterministic, or detach() "
+                "it"
             )
 
 
@@ -119,8 +118,8 @@ def check_bias(
     scores = q.shape[0], q.shape[2], q.shape[1], k.shape[1]
     if is_packed:
         raise ArgumentError(
-            "bias is for sequences in a batch, and these are packed: pass a score_mod that reads "
-            "its tensor by position"
+            "bias does not support packed sequences: pass a score_mod that indexes the tensor by "
+            "position"
         )
     if bias.dtype == torch.bool:
         indices = ("b", "h", "q_idx", "kv_idx")[max(0, 4 - bias.dim()) :]
@@ -222,10 +221,10 @@ def check_scores(
     norms = [torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64).amax().item() for x in (q, k)]
     if scale * norms[0] * norms[1] > LARGEST_SCORE:
         raise ArgumentError(
-            f"rows of {words.q} have norms of up to {norms[0]:.3g}, those of {words.k} up to "
+            f"rows of {words.q} have norms up to {norms[0]:.3g}, rows of {words.k} up to "
             f"{norms[1]:.3g}, and {words.scale} is {scale:.3g}: scores may reach "
-            f"{scale * norms[0] * norms[1]:.3g}, and on a GPU one past 2^27 may give NaN; scale "
-            f"{words.q} down"
+            f"{scale * norms[0] * norms[1]:.3g}, and scores above 2^27 may give NaN on a GPU; "
+            f"scale {words.q} down"
         )
 
 

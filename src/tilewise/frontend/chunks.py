@@ -30,8 +30,8 @@ def check_chunk(chunk: Any) -> int:
     size = as_int(chunk)
     if size is None or size < 0:
         raise ArgumentError(
-            f"attention_chunk={chunk!r}: it must be an int, how many keys a chunk has, or 0 for "
-            "one chunk of all"
+            f"attention_chunk={chunk!r}: it must be an int, the number of keys per chunk, or 0 "
+            "for no chunks"
         )
     return operator.index(size)  # a compiler makes a graph for each: it is part of the code
 

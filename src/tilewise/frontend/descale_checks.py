@@ -19,8 +19,8 @@ def check_cache_dtypes(k: Tensor, v: Tensor, words: tuple[str, str] = ("k", "v")
     for name, x in zip(words, (k, v)):
         if is_one_byte(x) and x.dtype not in LIMITS:
             raise NotImplementedError(
-                f"{name}.dtype is {x.dtype}: caches of 8 bits are {KINDS}; write it with "
-                "tilewise.cache.append to one of these"
+                f"{name}.dtype is {x.dtype}: 8-bit caches are {KINDS}; tilewise.cache.append "
+                "writes such a cache"
             )
     if k.dtype != v.dtype:
         raise ArgumentError(
@@ -51,8 +51,7 @@ def check_descale(
     of, kept = cache
     if kept.dtype not in LIMITS:
         raise ArgumentError(
-            f"{name} beside {of} of {kept.dtype}: only caches of {KINDS} have scales, so leave it "
-            "out"
+            f"{name} with {of} of {kept.dtype}: only caches of {KINDS} have scales, so leave it out"
         )
     if x.dtype != torch.float32:
         raise ArgumentError(f"{name}.dtype is {x.dtype}: it must be float32")

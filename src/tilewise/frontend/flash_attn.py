@@ -81,8 +81,8 @@ def flash_attn_func(
         return_attn_probs: returns (out, lse, None); flash-attn's third item is a dropout mask.
         return_lse: returns (out, lse).
         learnable_sink: (nheads,), a logit per head that joins the softmax without a value.
-        attention_chunk: flash-attn 3's: a query attends to keys in the chunk of so many keys that
-            its diagonal is in; 0 is one chunk.
+        attention_chunk: flash-attn 3's number of keys per chunk: a query attends to the keys of the
+            chunk that its diagonal is in; 0 is no chunks.
         num_splits: a hint, checked and without effect.
         pack_gqa: a hint, checked and without effect.
         q_descale: with q, k and v of float8_e4m3fn, as in `tilewise.attention`; in place of q, k
@@ -97,6 +97,7 @@ def flash_attn_func(
 
     Raises:
         ArgumentError: an argument is wrong.
+        NotImplementedError: no backend supports the call; the message has each backend's reason.
     """
     if unknown:
         raise unexpected("tilewise.flash_attn_func", unknown)
@@ -197,17 +198,21 @@ def flash_attn_varlen_func(
         v: shaped as k, with its own headdim_v.
         cu_seqlens_q: int32 (batch + 1,), where sequences begin, on the device of q; never copied to
             the host.
-        cu_seqlens_k: the same for keys; None with `block_table`.
+        cu_seqlens_k: as cu_seqlens_q, for keys; None with `block_table`.
         max_seqlen_q: upper bound of query lengths; optional here.
         max_seqlen_k: upper bound of key lengths; optional here.
         block_table: int32 (batch, pages), the pages of each sequence; without gradients.
         seqused_q: int32 (batch,), valid queries of each sequence.
         seqused_k: int32 (batch,), valid keys of each sequence.
 
-    The other arguments and errors are those of `flash_attn_func`.
+    The other arguments are those of `flash_attn_func`.
 
     Returns:
         out (total_q, nheads, headdim_v); lse is fp32 (nheads, total_q).
+
+    Raises:
+        ArgumentError: an argument is wrong.
+        NotImplementedError: no backend supports the call; the message has each backend's reason.
     """
     if unknown:
         raise unexpected("tilewise.flash_attn_varlen_func", unknown)
@@ -311,8 +316,6 @@ def _window(window_size: Window, causal: bool, chunk: int) -> tuple[str, int, in
 def _check_hints(num_splits: int, pack_gqa: bool | None) -> None:
     splits = as_int(num_splits)
     if splits is None or splits < 0:
-        raise ArgumentError(
-            f"num_splits={num_splits!r}: it must be an int, and 0 leaves the choice to us"
-        )
+        raise ArgumentError(f"num_splits={num_splits!r}: it must be an int, at least 0")
     if pack_gqa is not None:
         check_flag("pack_gqa", pack_gqa, " or None")

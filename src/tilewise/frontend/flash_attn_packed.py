@@ -43,7 +43,14 @@ def flash_attn_qkvpacked_func(
     Args:
         qkv: (batch, seqlen, 3, nheads, headdim).
 
-    The other arguments, returns and errors are those of `flash_attn_func`.
+    The other arguments are those of `flash_attn_func`.
+
+    Returns:
+        out (batch, seqlen, nheads, headdim); lse is fp32 (batch, nheads, seqlen).
+
+    Raises:
+        ArgumentError: an argument is wrong.
+        NotImplementedError: no backend supports the call; the message has each backend's reason.
     """
     if unknown:
         raise unexpected("tilewise.flash_attn_qkvpacked_func", unknown)
@@ -100,7 +107,14 @@ def flash_attn_kvpacked_func(
         q: (batch, seqlen_q, nheads, headdim).
         kv: (batch, seqlen_k, 2, nheads_k, headdim).
 
-    The other arguments, returns and errors are those of `flash_attn_func`.
+    The other arguments are those of `flash_attn_func`.
+
+    Returns:
+        out (batch, seqlen_q, nheads, headdim); lse is fp32 (batch, nheads, seqlen_q).
+
+    Raises:
+        ArgumentError: an argument is wrong.
+        NotImplementedError: no backend supports the call; the message has each backend's reason.
     """
     if unknown:
         raise unexpected("tilewise.flash_attn_kvpacked_func", unknown)
@@ -140,9 +154,15 @@ def flash_attn_varlen_qkvpacked_func(
         qkv: (total, 3, nheads, headdim).
         cu_seqlens: int32 (batch + 1,), where sequences begin.
         max_seqlen: upper bound of lengths; optional.
+        flags: the arguments of `flash_attn_varlen_func` from `dropout_p` on, by place.
+        options: the same by name; not `block_table`.
 
-    What follows is as in `flash_attn_varlen_func` from `dropout_p` on, without `block_table`; so
-    are returns and errors.
+    Returns:
+        out (total, nheads, headdim); lse is fp32 (nheads, total).
+
+    Raises:
+        ArgumentError: an argument is wrong.
+        NotImplementedError: no backend supports the call; the message has each backend's reason.
     """
     q, k, v = _unpack("qkv", qkv, 3, 1)
     bounds = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
@@ -175,9 +195,15 @@ def flash_attn_varlen_kvpacked_func(
         cu_seqlens_k: int32 (batch + 1,), where its keys begin.
         max_seqlen_q: upper bound of query lengths; optional.
         max_seqlen_k: upper bound of key lengths; optional.
+        flags: the arguments of `flash_attn_varlen_func` from `dropout_p` on, by place.
+        options: the same by name; not `block_table`.
 
-    What follows is as in `flash_attn_varlen_func` from `dropout_p` on, without `block_table`; so
-    are returns and errors.
+    Returns:
+        out (total_q, nheads, headdim); lse is fp32 (nheads, total_q).
+
+    Raises:
+        ArgumentError: an argument is wrong.
+        NotImplementedError: no backend supports the call; the message has each backend's reason.
     """
     k, v = _unpack("kv", kv, 2, 1)
     bounds = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Never
 
 import torch
 
-from ..errors import ArgumentError, Words
+from ..errors import ArgumentError, Words, a_type
 from ..keywords import refuses_others, unexpected
 from ..mods.block_mask import BlockMask, block_mask_of
 from ..mods.compilers import share_batch
@@ -51,8 +51,8 @@ def flex_attention(
     return_aux: AuxRequest | None = None,
     **unknown: Never,
 ):
-    """`torch.nn.attention.flex_attention.flex_attention` without a compiler: a score function and a
-    block mask.
+    """`torch.nn.attention.flex_attention.flex_attention`, with its score function and block mask,
+    without a compiler.
 
     Example:
         >>> import torch, tilewise
@@ -66,8 +66,8 @@ def flex_attention(
         query: (batch, nheads, seqlen_q, headdim); fp16, bf16, fp32 (fp64 on the CPU).
         key: (batch or 1, nheads_k, seqlen_k, headdim); batch 1 only with a block mask.
         value: (batch or 1, nheads_k, seqlen_k, headdim_v).
-        score_mod: function of (score, b, h, q_idx, kv_idx), made of what `tilewise.mods.trace`
-            lists.
+        score_mod: function of (score, b, h, q_idx, kv_idx), which may use what
+            `tilewise.mods.trace` lists.
         block_mask: FlexAttention's BlockMask or one of `tilewise.sparse`; `and_masks` and
             `or_masks` join.
         scale: softmax scale; 1 / sqrt(headdim) by default.
@@ -82,7 +82,7 @@ def flex_attention(
 
     Raises:
         ArgumentError: an argument is wrong.
-        NotImplementedError: `max_scores`, which no kernel stores.
+        NotImplementedError: `max_scores`, which no kernel stores, or no backend supports the call.
 
     FlexAttention (Dong et al. 2024, arXiv 2412.05496).
     """
@@ -93,7 +93,7 @@ def flex_attention(
     return_lse = _check_returns(return_lse, return_aux)
     if kernel_options is not None and not isinstance(kernel_options, dict):
         raise ArgumentError(
-            f"kernel_options is a {type(kernel_options).__name__}: it must be a dict or None"
+            f"kernel_options is {a_type(kernel_options)}: it must be a dict or None"
         )
     share_batch(query, key, value)
     _check_sharing(query, key, has_gqa, block_mask is not None)
@@ -128,15 +128,15 @@ def _check_returns(return_lse: bool, return_aux: AuxRequest | None) -> bool:
         return return_lse
     if not hasattr(return_aux, "lse") or not hasattr(return_aux, "max_scores"):
         raise ArgumentError(
-            f"return_aux is a {type(return_aux).__name__}: it must be an AuxRequest of "
+            f"return_aux is {a_type(return_aux)}: it must be an AuxRequest of "
             "torch.nn.attention.flex_attention, or None"
         )
     if return_lse:
         raise ArgumentError("return_lse and return_aux: pass return_aux=AuxRequest(lse=True) alone")
     if return_aux.max_scores:
         raise NotImplementedError(
-            "return_aux.max_scores: kernels keep the log-sum-exp of a row and not its maximum; ask "
-            "for lse, which is at least as large, or for neither"
+            "return_aux.max_scores: kernels store the log-sum-exp of a row, not its maximum; "
+            "request lse, which is at least as large, or neither"
         )
     return return_lse
 
@@ -151,5 +151,5 @@ def _check_sharing(query: Tensor, key: Tensor, has_gqa: bool, is_masked: bool) -
     if query.shape[0] != key.shape[0] and not (is_masked and key.shape[0] == 1):
         raise ArgumentError(
             f"query has batch {query.shape[0]} and key has batch {key.shape[0]}: they must be "
-            "equal, or, beside a block_mask, key and value of batch 1"
+            "equal; with a block_mask, key and value may have batch 1"
         )

@@ -84,14 +84,14 @@ def attend(
     if is_quantized:
         if not (k is v is None):
             raise ArgumentError(
-                "k and v beside a Quantized, which has them: pass it in place of q, and None for "
-                "k and v"
+                "k and v with a Quantized, which holds all three: pass it in place of q, and "
+                "None for k and v"
             )
         for name, scale in zip(("q_descale", "k_descale", "v_descale"), given.descales):
             if scale is not None:
                 raise ArgumentError(
-                    f"{name} beside a Quantized, which has its scales: leave it out, or pass it to "
-                    "tilewise.quantize as one of scales"
+                    f"{name} with a Quantized, which holds its scales: leave it out, or pass it "
+                    "to tilewise.quantize in scales="
                 )
         inputs = q.q, q.k, q.v_t, *q.scales, q.k_mean, q.v_mean, q.v_drift, *(q.source or ())[:3]
     else:
@@ -158,10 +158,10 @@ def ones_of(k: Tensor, sequences: int) -> Tensor:
 def _as_batch(x: Quantized, is_packed: bool, layout: str) -> Quantized:
     """A `Quantized` of 4-dimensional tensors: packed sequences are a batch of 1."""
     if is_packed != (x.q.dim() == 3):
-        said = "cu_seqlens_q and cu_seqlens_k" if is_packed else "neither cu_seqlens"
+        said = "cu_seqlens_q and cu_seqlens_k" if is_packed else "no cu_seqlens"
         raise ArgumentError(
-            f"a Quantized with q of {x.q.dim()} dimensions, and {said}: pass tilewise.quantize and "
-            "tilewise.attention the same cu_seqlens_q and cu_seqlens_k"
+            f"q of the Quantized has {x.q.dim()} dimensions, and this call has {said}: pass the "
+            "same cu_seqlens_q and cu_seqlens_k to tilewise.quantize and tilewise.attention"
         )
     if not is_packed:
         return x

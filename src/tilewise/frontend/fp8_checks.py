@@ -23,7 +23,7 @@ REMEDIES = {
     "dropout_p": "leave it out, or leave q, k and v in bfloat16",
     "page_table": "leave q in bfloat16: pages of 8 bits are served over it",
     "block_table": "leave q in bfloat16: pages of 8 bits are served over it",
-    "split_size": "leave it out: FP8 products are outside of the contract of one row's bits",
+    "split_size": "leave it out: FP8 products do not fix the bits of a row",
     "attention_chunk": "use window_size, or leave q, k and v in bfloat16",
     "out": "leave it out, and use what is returned",
 }
@@ -33,7 +33,9 @@ def refuse_others(*others: tuple[str, Any]) -> None:
     """Refuses each argument, by name, that is not None."""
     for name, value in others:
         if value is not None:
-            raise NotImplementedError(f"{name} with FP8 products is not served: {REMEDIES[name]}")
+            raise NotImplementedError(
+                f"{name} with FP8 products is not supported: {REMEDIES[name]}"
+            )
 
 
 def check_raw(q: Any, k: Any, v: Any, descales: tuple[Any, ...], words: Words = OURS) -> None:
@@ -42,15 +44,15 @@ def check_raw(q: Any, k: Any, v: Any, descales: tuple[Any, ...], words: Words = 
     for name, x in named:
         if is_one_byte(x) and x.dtype != FP8:
             raise NotImplementedError(
-                f"{name}.dtype is {x.dtype}: FP8 products are of torch.float8_e4m3fn; quantise "
-                "with tilewise.quantize"
+                f"{name}.dtype is {x.dtype}: FP8 products need torch.float8_e4m3fn; quantise with "
+                "tilewise.quantize"
             )
     for name, x in named:
         if x.dtype != FP8:
             raise ArgumentError(
-                f"{name}.dtype is {x.dtype} and {words.q}.dtype is {q.dtype}: FP8 products are of "
-                "q, k and v that are all torch.float8_e4m3fn; quantise all (tilewise.quantize), or "
-                f"leave {words.q} in bfloat16 over k and v of 8 bits, which are a cache then"
+                f"{name}.dtype is {x.dtype} and {words.q}.dtype is {q.dtype}: FP8 products need "
+                "q, k and v of torch.float8_e4m3fn; quantise all three (tilewise.quantize), or "
+                f"leave {words.q} in bfloat16 with k and v as an 8-bit cache"
             )
     check_tensors(q, k, v, words, kinds=(FP8,))
     for name, x in zip(("q_descale", "k_descale", "v_descale"), descales):
@@ -63,8 +65,8 @@ def refuse_sixteen_bits(q: Tensor, words: Words = OURS) -> None:
     """Arguments of FP8 products with a q that has none."""
     raise ArgumentError(
         f"{words.q}.dtype is {q.dtype}: q_descale, k_descale, v_descale, out_dtype and backward "
-        "are for 8 bits, q, k and v of torch.float8_e4m3fn or a tilewise.Quantized, so leave them "
-        "out, or quantise with tilewise.quantize"
+        "need q, k and v of torch.float8_e4m3fn or a tilewise.Quantized: leave them out, or "
+        "quantise with tilewise.quantize"
     )
 
 
@@ -86,7 +88,8 @@ def descale(name: str, x: Tensor, k: Tensor, batch: int) -> Tensor:
     if tuple(x.shape) not in ((), (nheads_k,), (batch, nheads_k)):
         raise ArgumentError(
             f"{name} has shape {tuple(x.shape)}: it must be (), ({nheads_k},) or "
-            f"{(batch, nheads_k)}, one for each sequence and key head; that of q, too"
+            f"{(batch, nheads_k)}, one number, one per key head, or one per sequence and key "
+            "head, for q, too"
         )
     if x.dtype != torch.float32:
         raise ArgumentError(f"{name}.dtype is {x.dtype}: it must be float32")
@@ -139,9 +142,9 @@ def check_quantized(x: Quantized, sequences: int) -> None:
     for name, t, asked in named:
         if t is not None and tuple(t.shape) != asked:
             raise ArgumentError(
-                f"{name} of a Quantized has shape {tuple(t.shape)} where this call has {asked}: "
-                "pass tilewise.quantize and tilewise.attention the same cu_seqlens_q and "
-                "cu_seqlens_k"
+                f"{name} of a Quantized has shape {tuple(t.shape)} and this call needs {asked}: "
+                "pass the same cu_seqlens_q and cu_seqlens_k to tilewise.quantize and "
+                "tilewise.attention"
             )
     for name, t in (("k", x.k), ("v_t", x.v_t), *((name, t) for name, t, _ in named)):
         if t is not None and t.device != x.q.device:
@@ -160,8 +163,8 @@ def check_shift(x: Quantized, softcap: float, sinks: Tensor | None) -> None:
     for name, is_given in (("softcap", softcap > 0), ("sinks", sinks is not None)):
         if is_given:
             raise NotImplementedError(
-                f"{name} with a Quantized whose k has lost its mean: scores are shifted there, "
-                f'which {name} would see; quantise with smooth="v", or smooth=False'
+                f"{name} with a Quantized of a smoothed k: without the mean of k its scores are "
+                f'shifted, and {name} depends on that; quantise with smooth="v", or smooth=False'
             )
 
 

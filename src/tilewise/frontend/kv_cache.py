@@ -92,7 +92,7 @@ def flash_attn_with_kvcache(
             packed with `cu_seqlens_k_new`.
         v: new values, with k.
         rotary_cos: (positions, rotary_dim / 2); rotates k by its positions from `cache_seqlens` on,
-            and q likewise with causal or a window, else all of q by the first position. Needs k.
+            and q likewise with causal or a window, else all of q by the first position. It needs k.
         rotary_sin: shaped as rotary_cos.
         cache_seqlens: int or int32 (batch,), keys of each sequence before the new ones; None: the
             cache is full.
@@ -139,7 +139,7 @@ def flash_attn_with_kvcache(
                 return known if return_softmax_lse else known[0]
     for name, x in (("qv", qv), ("q_descale", q_descale)):
         if x is not None:
-            raise NotImplementedError(f"{name}: neither MLA nor 8-bit q are served: pass None")
+            raise NotImplementedError(f"{name}: MLA and 8-bit q are not supported, so pass None")
     for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         check_tensor(name, x)
     for name, x in zip(("k_descale", "v_descale"), descales):
@@ -152,8 +152,8 @@ def flash_attn_with_kvcache(
     rows = cache_batch_idx, cache_leftpad
     if table is not None and any(x is not None for x in rows):
         raise NotImplementedError(
-            "cache_batch_idx and cache_leftpad with a page table: the table says where each "
-            "sequence lies"
+            "cache_batch_idx and cache_leftpad with a page table, which says where each sequence "
+            "lies: leave them out"
         )
     batch = batch_of(q, cu_seqlens_q)
     before = _lengths(cache_seqlens, batch, k_cache, table)
@@ -174,9 +174,9 @@ def flash_attn_with_kvcache(
     fewest = None
     if k is not None:
         if v is None:
-            raise ArgumentError("k without v: both are appended, or none")
+            raise ArgumentError("k without v: pass both, or neither")
         new = _new_lengths(k, cu_seqlens_k_new)
-        used, names = before + new, (f"{names[0]} with the new keys", names[1])
+        used, names = before + new, (f"{names[0]} + new keys", names[1])
         if isinstance(new, int):
             fewest = [new] * batch
         elif knows_values(new):
@@ -304,9 +304,9 @@ def flash_attn_combine(
     Args:
         out_partial: (splits, batch, seqlen, nheads, headdim_v), or packed (splits, total, nheads,
             headdim_v).
-        lse_partial: the same without the last dimension, natural log.
+        lse_partial: shaped as out_partial without the last dimension, natural log.
         out: written in place; else allocated.
-        out_dtype: dtype of the result, that of out_partial by default.
+        out_dtype: dtype of the result; by default the dtype of out_partial.
 
     Returns:
         (out, lse), folded from the first split to the last in fp32 (fp64 for fp64).

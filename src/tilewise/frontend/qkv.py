@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..errors import OURS, ArgumentError, Words, warn_slow
+from ..errors import OURS, ArgumentError, Words, a_type, warn_slow
 from ..mods.compilers import share_batch
 
 Tensor = torch.Tensor
@@ -96,7 +96,7 @@ def warn_of_order(q: Tensor, k: Tensor, v: Tensor, words: Words) -> None:
     if q.shape == k.shape == v.shape and nheads > seqlen > 1:
         warn_slow(
             f"{words.q}, {words.k} and {words.v} are {nheads} heads of {seqlen} rows each; "
-            f"{words.order} (said with TILEWISE_CHECK=1 alone, once)",
+            f"{words.order} (a warning of TILEWISE_CHECK=1, once)",
             UserWarning,
         )
 
@@ -172,12 +172,12 @@ def check_rank(q: Tensor, k: Tensor, v: Tensor, words: Words = OURS) -> None:
 def check_tensor(name: str, x: Tensor) -> None:
     """It is a tensor, and none of sequences of several lengths."""
     if not isinstance(x, torch.Tensor):
-        raise ArgumentError(f"{name} is a {type(x).__name__}: it must be a torch.Tensor")
+        raise ArgumentError(f"{name} is {a_type(x)}: it must be a torch.Tensor")
     if x.is_nested:
         raise ArgumentError(
-            f"{name} is a nested tensor: pass its sequences end to end, (total, nheads, headdim), "
-            "as values() of a jagged one has them, and where they begin as cu_seqlens, to "
-            "tilewise.attention"
+            f"{name} is a nested tensor: call tilewise.attention with packed sequences, (total, "
+            "nheads, headdim), which values() of a jagged tensor returns, and their offsets as "
+            "cu_seqlens_q and cu_seqlens_k"
         )
 
 
@@ -187,8 +187,8 @@ def with_contiguous_rows(named: Iterable[tuple[str, Any]]) -> list[Tensor]:
     for name, x in named:
         if isinstance(x, torch.Tensor) and x.dim() and x.shape[-1] != 1 and x.stride(-1) != 1:
             warn_slow(
-                f"{name} has stride {x.stride(-1)} in its last dimension and is copied at every "
-                "call: store it with that dimension contiguous"
+                f"{name} has stride {x.stride(-1)} in its last dimension, so every call copies "
+                "it: store it with that dimension contiguous"
             )
             x = x.contiguous()
         tensors.append(x)

@@ -151,8 +151,8 @@ def _tables(rotary: Any, k: Tensor, of: Lengths) -> Rotary:
             longest = max((counts.diff() if used is None else counts).tolist(), default=0)
     if longest > rotary.cos.shape[0]:
         raise ArgumentError(
-            f"rotary.cos has {rotary.cos.shape[0]} positions and k {longest} keys: make longer "
-            "tables"
+            f"rotary.cos has {rotary.cos.shape[0]} positions and k has {longest} keys: pass "
+            "longer tables"
         )
     return Rotary(rotary.cos, rotary.sin, is_interleaved)
 
@@ -162,11 +162,13 @@ def _scales(scales: Any, k: Tensor, sequences: int) -> ops.Given:
         return None, None, None
     if not isinstance(scales, (tuple, list)) or len(scales) != 3:
         raise ArgumentError(
-            f"scales={scales!r}: it must be three, of q, k and v, each a tensor or None"
+            f"scales={scales!r}: it must be a tuple of three, for q, k and v, each a tensor or None"
         )
     found = []
     for name, x in zip(Scales._fields, scales):
         if isinstance(x, Tensor) and x.requires_grad:
-            raise NotImplementedError(f"scales.{name}.requires_grad: scales have none; detach() it")
+            raise NotImplementedError(
+                f"scales.{name}.requires_grad: scales have no gradient; detach() it"
+            )
         found.append(None if x is None else descale(f"scales.{name}", x, k, sequences))
     return found[0], found[1], found[2]

@@ -36,17 +36,17 @@ def check_numbers(
     if scale is not None:
         _check_range(words.scale, factor, exact, f"multiply {words.q} instead")
     if cap:
-        _check_range("softcap", cap, exact, "leave out one that is so large")
+        _check_range("softcap", cap, exact, "leave it out")
         # One of few digits, or 0, moves a score by no more than a part of the cap
         few = torch.finfo(exact).tiny if cap > 1e20 else 0.0
-        name = f"{words.scale}={factor} / softcap"
+        name = f"{words.scale} / softcap"
         _check_range(name, factor / cap, exact, "bring them closer", few)
     return factor, cap
 
 
 def check_scale(scale: float, words: Words = OURS) -> float:
     """A positive number."""
-    remedy = f"scale {words.q}, or let a score_mod capture what is learned"
+    remedy = f"multiply {words.q} by it, or let a score_mod capture it"
     number = check_number(words.scale, scale, remedy)
     if not (number > 0 and number < math.inf):
         raise ArgumentError(
@@ -58,7 +58,7 @@ def check_scale(scale: float, words: Words = OURS) -> float:
 
 def check_softcap(softcap: float) -> float:
     """A positive number, or 0 for none."""
-    number = check_number("softcap", softcap, "let a score_mod capture what is learned")
+    number = check_number("softcap", softcap, "let a score_mod capture it")
     if not (number >= 0 and number < math.inf):
         raise ArgumentError(f"softcap={softcap}: it must be positive, or 0 or None for none")
     return number
@@ -118,10 +118,10 @@ def check_causal(causal: bool | str) -> str:
     )
 
 
-def check_layout(layout: str) -> None:
-    """The order of dimensions."""
+def check_layout(layout: str, name: str = "layout") -> None:
+    """Refuses an unknown order of dimensions."""
     if not isinstance(layout, str) or layout not in ("bshd", "bhsd"):
-        raise ArgumentError(f"layout={layout!r}: it must be 'bshd' or 'bhsd'")
+        raise ArgumentError(f"{name}={layout!r}: it must be 'bshd' or 'bhsd'")
 
 
 def band(window: Window, is_causal: bool, name: str = "window") -> tuple[int, int]:

@@ -8,7 +8,7 @@ from typing import Never
 
 import torch
 
-from ..errors import ArgumentError, Words
+from ..errors import ArgumentError, Words, a_type
 from ..keywords import refuses_others, unexpected
 from ..mods.compilers import holds, share_batch
 from ..mods.flatten import NO_MODIFIERS, FlatMods, modifiers_by
@@ -79,8 +79,9 @@ def scaled_dot_product_attention(
         (..., nheads, seqlen_q, headdim_v). A row without keys is 0.
 
     Raises:
-        ArgumentError: an argument is wrong, also for attn_mask with is_causal (torch's CPU kernels
-            take some of those).
+        ArgumentError: an argument is wrong, also attn_mask with is_causal, which torch's CPU
+            kernels take in some cases.
+        NotImplementedError: no backend supports the call; the message has each backend's reason.
     """
     if unknown:
         raise unexpected("tilewise.scaled_dot_product_attention", unknown)
@@ -117,7 +118,8 @@ def with_lse(
     x = batched(query, key, value, has_gqa, WORDS)
     if attn_mask is not None and is_causal:
         raise ArgumentError(
-            "attn_mask and is_causal: torch takes one of them, and so do we; the mask can say both"
+            "attn_mask with is_causal: pass one of them, as torch does, and fold causality into "
+            "the mask"
         )
     window = ("top_left", OPEN, 0) if is_causal else ("bottom_right", OPEN, OPEN)
     if attn_mask is not None and (align := alignment(attn_mask, x.scores)) is not None:
@@ -168,7 +170,7 @@ def _masked_by(attn_mask: Tensor | None, x: Batched) -> tuple[Tensor | None, Fla
         return None, NO_MODIFIERS
     if not isinstance(attn_mask, torch.Tensor):
         raise ArgumentError(
-            f"attn_mask is a {type(attn_mask).__name__}: it must be a torch.Tensor that broadcasts "
+            f"attn_mask is {a_type(attn_mask)}: it must be a torch.Tensor that broadcasts "
             f"over the scores, {x.scores}"
         )
     if attn_mask.dim() == 4:

@@ -26,7 +26,7 @@ def flash_attn(
     """`out` and `lse` of `flash_attn_func` on shards."""
     if attention_chunk:
         raise NotImplementedError(
-            "attention_chunk inside of tilewise.distributed.context_parallel: pass "
+            "attention_chunk inside tilewise.distributed.context_parallel: pass "
             "mask_mod=tilewise.mods.chunked(size) to tilewise.attention"
         )
     q, k, v = inputs
@@ -60,14 +60,15 @@ def sdpa(
     """`out` and `lse` of torch's `scaled_dot_product_attention` on shards."""
     if attn_mask is not None:
         raise NotImplementedError(
-            "attn_mask inside of tilewise.distributed.context_parallel, where its rows are a "
-            "shard's: pass is_causal, or mask_mod to tilewise.attention; documents are the layout's"
+            "attn_mask inside tilewise.distributed.context_parallel, where q holds the rows of a "
+            "shard: pass is_causal, or mask_mod to tilewise.attention; documents belong in the "
+            "layout"
         )
     if any(x.dim() != 4 for x in inputs):
         shapes = ", ".join(str(tuple(x.shape)) for x in inputs)
         raise ArgumentError(
-            f"query, key and value have shapes {shapes}: inside of "
-            "tilewise.distributed.context_parallel they are (batch, nheads, tokens, headdim)"
+            f"query, key and value have shapes {shapes}: inside "
+            "tilewise.distributed.context_parallel they must be (batch, nheads, tokens, headdim)"
         )
     x = batched(*inputs, check_flag("enable_gqa", enable_gqa), words)
     return of_shards(

@@ -104,13 +104,13 @@ def _refuse(arguments: FlashArguments) -> None:
     """What no kernel of ours computes."""
     if arguments.block_table is not None and arguments.seqused_k is None:
         raise NotImplementedError(
-            "block_table without seqused_k: pages do not say how full they are"
+            "block_table without seqused_k: pass seqused_k, the number of keys per sequence"
         )
     if arguments.return_debug_mask:
         raise NotImplementedError("return_debug_mask: a dropout mask is not stored")
     if arguments.dropout_p:
         raise NotImplementedError(
-            "dropout_p: tilewise serves dropout in F.scaled_dot_product_attention, not below it"
+            "dropout_p: tilewise supports dropout in F.scaled_dot_product_attention, not below it"
         )
     if torch.is_grad_enabled() and any(x.requires_grad for x in arguments[:INPUTS]):
         for name in (
@@ -119,7 +119,7 @@ def _refuse(arguments: FlashArguments) -> None:
             "block_table",
         ):  # torch's formula hands them to no backward
             if getattr(arguments, name) is not None:
-                raise NotImplementedError(f"{name} with a gradient: torch tells no backward of it")
+                raise NotImplementedError(f"{name} with a gradient: torch has no backward for it")
 
 
 def _in_batch(is_packed: bool, *tensors: Tensor) -> tuple[Tensor, ...]:

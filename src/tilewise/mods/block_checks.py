@@ -44,9 +44,9 @@ def check_lists(
     if bool(is_count.all() & is_block.all() & (counts <= blocks).all()):
         return
     raise ArgumentError(
-        f"{name} of a BlockMask: counts must be at most {indices.shape[3]}, the width of its "
-        f"indices, and those at least 0 and less than {blocks}, as so many blocks are there"
-        + (" that end before the sequence does: list others as partial" if "full" in name else "")
+        f"{name} of a BlockMask: counts must be at most the width of the indices, "
+        f"{indices.shape[3]}, and indices at least 0 and below the number of blocks, {blocks}"
+        + (" that end within the sequence: list the others as partial" if "full" in name else "")
     )
 
 

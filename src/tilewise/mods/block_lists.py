@@ -18,8 +18,8 @@ class BlockLists(NamedTuple):
     ascending.
 
     Args:
-        counts: int32 (batch, nheads, blocks), how many.
-        indices: int32 (batch, nheads, blocks, width), which; zeros after the first `counts`.
+        counts: int32 (batch, nheads, blocks), the number of blocks on each list.
+        indices: int32 (batch, nheads, blocks, width), the blocks; zeros after the first `counts`.
     """
 
     counts: Tensor

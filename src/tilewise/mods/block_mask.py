@@ -112,8 +112,8 @@ class BlockMask:
         for own, n, index in zip(self.shape, lengths, INDICES):
             if own != n and (own != 1 or index[1:] or self.mask.depends_on(index)):
                 raise ArgumentError(
-                    f"block_mask has (batch, nheads, seqlen_q, seqlen_k) {self.shape} and the call "
-                    f"has {lengths}: build it for the call's"
+                    f"block_mask has (batch, nheads, seqlen_q, seqlen_k) {self.shape} and the "
+                    f"call has {lengths}: build it for the shape of the call"
                 )
 
     def to(self, device: torch.device | str) -> BlockMask:
@@ -185,11 +185,11 @@ def create_block_mask(
 
     Args:
         mask: a Mask, or any predicate of (b, h, q_idx, kv_idx) that `tilewise.mods.mask` takes.
-        batch: batch size; becomes 1 where the mask does not use b.
-        nheads: query heads; becomes 1 where the mask does not use h.
+        batch: batch size; becomes 1 if the mask does not use b.
+        nheads: query heads; becomes 1 if the mask does not use h.
         seqlen_q: queries.
         seqlen_k: keys.
-        device: where to build; that of the captured tensors (else the CPU) by default.
+        device: where to build; by default the device of the captured tensors, else the CPU.
         block: (BLOCK_M, BLOCK_N), multiples of 16. Tiles of a kernel are the largest powers of two
             that divide them, so odd multiples of 16 are slow.
 

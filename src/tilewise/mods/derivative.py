@@ -60,8 +60,8 @@ def _slope(node: Node, slopes: list[Node]) -> Node:
     rule = OPERATORS[node.op].slope
     if rule is None:
         raise ArgumentError(
-            f"{describe(node)} has no derivative by score that is known here: say what the whole "
-            "function's is, with score(f, derivative=g)"
+            f"{describe(node)} has no known derivative with respect to score: pass that of the "
+            "whole function, score(f, derivative=g)"
         )
     x, d = ([Term(part) for part in parts] for parts in (node.inputs, slopes))
     return _node_of(rule(Term(node), x, d))

@@ -31,8 +31,28 @@ BY_CONSTANT = {
 def evaluate(
     expr: Node, b, h, q_idx, k_idx, tensors: tuple[Tensor, ...] = (), score: Tensor | None = None
 ) -> Tensor:
-    """The value in torch: indices are ints or integer tensors that broadcast against each other and
-    the score, and the answer has the shape of those that the tree mentions.
+    """The value of a mask's or score function's tree (`.expr`) at given indices, in plain torch.
+
+    Example:
+        >>> import torch
+        >>> from tilewise import mods
+        >>> mask = mods.causal()
+        >>> mods.evaluate(mask.expr, 0, 0, torch.tensor([[0], [1]]), torch.tensor([0, 1]))
+        tensor([[ True, False],
+                [ True,  True]])
+
+    Args:
+        expr: the tree.
+        b: batch indices, an int or integer tensor; all indices broadcast against each other and
+            the score.
+        h: head indices.
+        q_idx: query positions.
+        k_idx: key positions.
+        tensors: the captured tensors, `.tensors`.
+        score: the scores, for the tree of a score function.
+
+    Returns:
+        A tensor, shaped as the broadcast of the indices and scores that the tree uses.
     """
     given = {name: _tensor(x).long() for name, x in zip(INDICES, (b, h, q_idx, k_idx))}
     dtype = torch.float32

@@ -54,8 +54,8 @@ def modifiers_of(
     if block_mask is not None:
         if mask_mod is not None:
             raise ArgumentError(
-                "mask_mod and block_mask: a block mask brings its own predicate, so pass one of "
-                "them; join predicates with & before the block mask is made"
+                "mask_mod with block_mask: a block mask has its own predicate, so pass one of "
+                "them; join predicates with & before you build the block mask"
             )
         mask_mod, block = block_mask.for_kernels, block_mask.block
         blocks = tuple(x for lists in block_mask.lists for x in lists)
@@ -105,13 +105,13 @@ def check_block_mask(
         return
     if is_packed:
         raise ArgumentError(
-            "block_mask is for sequences in a batch, and these are packed: pass mask_mod, or let "
-            "tilewise.mods.document tell sequences of one long row apart"
+            "block_mask does not support packed sequences: pass mask_mod, or put the sequences "
+            "into one row and build the block mask of tilewise.mods.document"
         )
     if has_band:
         raise ArgumentError(
-            "causal and window do not join a block_mask: build it of tilewise.mods.causal() or "
-            "sliding_window() and the rest of the mask, joined with &"
+            "causal and window do not combine with a block_mask: build it from "
+            "tilewise.mods.causal() or sliding_window(), joined with & to the rest of the mask"
         )
     block_mask.check(*sizes)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, a_type
 from . import masks
 from .block_checks import check_shape
 from .block_lists import SKIPPED, BlockLists, cut_at_ends, lists_of, trimmed
@@ -43,8 +43,9 @@ def converted_once(block_mask: Any, ours: type[BlockMask]) -> BlockMask:
     """`converted`, or what it gave before where nothing was written to since."""
     if torch.compiler.is_compiling():
         raise ArgumentError(
-            f"block_mask is a {type(block_mask).__name__}, which no compiler follows: make it a "
-            "BlockMask of tilewise.sparse before, with create_block_mask or BlockMask.from_flex"
+            f"block_mask is {a_type(block_mask)}, which torch.compile cannot trace: "
+            "convert it outside of the graph, with tilewise.sparse.BlockMask.from_flex, or build "
+            "it with create_block_mask"
         )
     _check_kind(block_mask)
     known = _converted.get(block_mask)
@@ -89,7 +90,7 @@ def _check_kind(block_mask: Any) -> None:
 
     if not isinstance(block_mask, flex_attention.BlockMask):
         raise ArgumentError(
-            f"block_mask is a {type(block_mask).__name__}: it must be a BlockMask of "
+            f"block_mask is {a_type(block_mask)}: it must be a BlockMask of "
             "tilewise.sparse (create_block_mask makes one) or of "
             "torch.nn.attention.flex_attention"
         )

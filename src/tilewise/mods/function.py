@@ -126,8 +126,8 @@ def check_lengths(sizes: dict[str, int]) -> None:
     for index, size in sizes.items():
         if isinstance(size, int) and size > MAX_SIZES[index]:
             raise NotImplementedError(
-                f"masks and score functions serve up to {MAX_SIZES[index]} of {index}, and there "
-                f"are {size}: pass causal and window as arguments, or cut the call in parts and "
+                f"masks and score functions support {index} up to {MAX_SIZES[index]}, and it is "
+                f"{size}: pass causal and window as arguments, or cut the call into parts and "
                 "join them with tilewise.merge_states"
             )
 

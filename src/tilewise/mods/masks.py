@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, a_type
 from ..tile import predicates
 from .function import TracedFunction, check_sizes
 from .symbols import Symbol
@@ -69,8 +69,8 @@ class Mask(TracedFunction):
 
     def __bool__(self) -> bool:
         raise ArgumentError(
-            f"the truth of {self!r} was asked for (`and`, `or`, `not` or `if`): join masks with &, "
-            "| and ~"
+            f"{self!r} has no truth value (for `and`, `or`, `not` or `if`): join masks with &, | "
+            "and ~"
         )
 
     def dense(
@@ -100,8 +100,8 @@ class Mask(TracedFunction):
         count = batch * nheads * seqlen_q * seqlen_k
         if count > DENSE_LIMIT:
             raise ArgumentError(
-                f"a dense mask of shape {shape} has {count} elements, over {DENSE_LIMIT}: build a "
-                "BlockMask with tilewise.sparse.create_block_mask"
+                f"a dense mask of shape {shape} has {count} elements, more than {DENSE_LIMIT}: "
+                "build a BlockMask with tilewise.sparse.create_block_mask"
             )
         device = self.device(device)
         check_sizes(self, *shape)
@@ -119,7 +119,7 @@ def mask(function: Predicate) -> Mask:
         Mask((((q_idx + h) % 2) == (k_idx % 2)))
 
     Args:
-        function: a predicate made of what `tilewise.mods.trace` lists; True where a query attends
+        function: a predicate that uses what `tilewise.mods.trace` lists; True where a query attends
             to a key.
 
     Raises:
@@ -131,8 +131,7 @@ def mask(function: Predicate) -> Mask:
         return function
     if not callable(function):
         raise ArgumentError(
-            f"mask is a {type(function).__name__}: it must be a function of (b, h, q_idx, kv_idx) "
-            "or a Mask"
+            f"mask is {a_type(function)}: it must be a function of (b, h, q_idx, kv_idx) or a Mask"
         )
     return trace_once(function, _traced)
 
@@ -232,7 +231,7 @@ def chunked(size: int) -> Mask:
                 [0, 0, 1]], dtype=torch.int32)
 
     Args:
-        size: positions of a chunk.
+        size: positions per chunk.
     """
     _check_int("size", size, 1)
     return mask(lambda b, h, q_idx, kv_idx: q_idx // size == kv_idx // size)
@@ -276,7 +275,7 @@ def tree(ancestors: Tensor, seqused_k: Tensor, cu_seqlens_q: Tensor) -> Mask:
     Args:
         ancestors: int64 (total_q,): bit j says whether the query attends to draft j of its
             sequence; set its own bit, too.
-        seqused_k: int32 (batch,), keys of each sequence, as of `tilewise.attention`.
+        seqused_k: int32 (batch,), keys of each sequence, as in `tilewise.attention`.
         cu_seqlens_q: int32 (batch + 1,), where the queries of each sequence begin.
     """
     _check_tensor("ancestors", ancestors, (1,), "(total_q,)")
@@ -297,7 +296,7 @@ def tree(ancestors: Tensor, seqused_k: Tensor, cu_seqlens_q: Tensor) -> Mask:
 def _operand(op: str, other: Predicate) -> Mask:
     if not callable(other):
         raise ArgumentError(
-            f"`{op}` joins a mask with a {type(other).__name__}: it joins masks and functions of "
+            f"`{op}` joins a mask with {a_type(other)}: it joins masks and functions of "
             "(b, h, q_idx, kv_idx)"
         )
     return mask(other)
@@ -305,14 +304,14 @@ def _operand(op: str, other: Predicate) -> Mask:
 
 def _check_int(name: str, value: int, least: int | None = None) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise ArgumentError(f"{name} is a {type(value).__name__}: it must be an int")
+        raise ArgumentError(f"{name} is {a_type(value)}: it must be an int")
     if least is not None and value < least:
         raise ArgumentError(f"{name}={value}: it must be at least {least}")
 
 
 def _check_tensor(name: str, x: Tensor, ranks: tuple[int, ...], shapes: str) -> None:
     if not isinstance(x, Tensor):
-        raise ArgumentError(f"{name} is a {type(x).__name__}: it must be an int32 torch.Tensor")
+        raise ArgumentError(f"{name} is {a_type(x)}: it must be an int32 torch.Tensor")
     if x.dtype not in (torch.int32, torch.int64):
         raise ArgumentError(
             f"{name}.dtype is {x.dtype}: it must be int32 or int64, so call {name}.int()"

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import torch
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, a_type
 from .derivative import derivative as derive
 from .expressions import Node
 from .function import TracedFunction
@@ -75,7 +75,7 @@ def score(function: ScoreFunction, derivative: ScoreFunction | None = None) -> S
         ScoreMod((score + t0[q_idx, k_idx]))
 
     Args:
-        function: made of what `tilewise.mods.trace` lists.
+        function: it may use what `tilewise.mods.trace` lists.
         derivative: its derivative by score, a function of the same arguments; found from the tree
             by default.
 
@@ -89,8 +89,7 @@ def score(function: ScoreFunction, derivative: ScoreFunction | None = None) -> S
     for name, value in (("score", function), ("derivative", derivative)):
         if not callable(value) and (name == "score" or value is not None):
             raise ArgumentError(
-                f"{name} is a {type(value).__name__}: it must be a function of "
-                "(score, b, h, q_idx, kv_idx)"
+                f"{name} is {a_type(value)}: it must be a function of (score, b, h, q_idx, kv_idx)"
             )
     if derivative is None:
         return trace_once(function, _derived)
@@ -136,7 +135,7 @@ def softcapped(cap: float) -> ScoreMod:
         cap: positive.
     """
     if isinstance(cap, bool) or not isinstance(cap, (int, float)):
-        raise ArgumentError(f"cap is a {type(cap).__name__}: it must be a number")
+        raise ArgumentError(f"cap is {a_type(cap)}: it must be a number")
     if not 0 < cap < math.inf:
         raise ArgumentError(f"cap={cap}: it must be positive and finite")
     return score(lambda score, b, h, q_idx, kv_idx: cap * torch.tanh(score / cap))
@@ -160,8 +159,8 @@ def relative_bias(table: Tensor) -> ScoreMod:
     _check_floats("table", table, 2, "(nheads, 2 * reach + 1)")
     if table.shape[1] % 2 == 0:
         raise ArgumentError(
-            f"table has shape {tuple(table.shape)}: it must be (nheads, 2 * reach + 1), as many "
-            "distances before as after"
+            f"table has shape {tuple(table.shape)}: it must be (nheads, 2 * reach + 1), with as "
+            "many distances before the diagonal as after it"
         )
     reach = table.shape[1] // 2
     return score(lambda score, b, h, q_idx, kv_idx: score + table[h, kv_idx - q_idx + reach])
@@ -169,7 +168,7 @@ def relative_bias(table: Tensor) -> ScoreMod:
 
 def _check_floats(name: str, x: Tensor, rank: int, shape: str) -> None:
     if not isinstance(x, Tensor):
-        raise ArgumentError(f"{name} is a {type(x).__name__}: it must be a float torch.Tensor")
+        raise ArgumentError(f"{name} is {a_type(x)}: it must be a float torch.Tensor")
     if not x.dtype.is_floating_point:
         raise ArgumentError(
             f"{name}.dtype is {x.dtype}: it must be a float, so call {name}.float()"

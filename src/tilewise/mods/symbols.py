@@ -125,7 +125,7 @@ def no_meaning(tracer: Tracer, what: str, remedy: str = "") -> ArgumentError:
     dialect = tracer.dialect
     return ArgumentError(
         f"{what} has no meaning in a {dialect.name}: "
-        + (remedy or f"a {dialect.name} is made of {dialect.accepted}")
+        + (remedy or f"a {dialect.name} may use {dialect.accepted}")
     )
 
 

@@ -70,9 +70,9 @@ MASK = Dialect(
     "mask",
     INDICES,
     frozenset(OPERATORS) - ROUNDED,
-    "+ - * // % comparisons & | ^ ~ << >> abs, of where, minimum and maximum from tilewise.mods, "
-    "of torch's clamp, sign, long and others that round nothing, and of captured tensors indexed "
-    "like doc[q_idx]",
+    "+ - * // % comparisons & | ^ ~ << >> abs, where, minimum and maximum of tilewise.mods, "
+    "torch's clamp, sign, long and others that do not round, and captured tensors indexed like "
+    "doc[q_idx]",
     BOOL,
     "so compare it with something",
 )
@@ -80,9 +80,9 @@ SCORE_FUNCTION = Dialect(
     "score function",
     (SCORE, *INDICES),
     frozenset(OPERATORS),
-    "+ - * / // % comparisons & | ^ ~ << >> abs, of where, minimum and maximum from "
-    "tilewise.mods, of torch's exp, log, tanh, gelu and the like (tilewise.mods.functions lists "
-    "them), and of captured tensors indexed like bias[h, q_idx, kv_idx]",
+    "+ - * / // % comparisons & | ^ ~ << >> abs, where, minimum and maximum of tilewise.mods, "
+    "torch's exp, log, tanh, gelu and others (tilewise.mods.functions lists them), and captured "
+    "tensors indexed like bias[h, q_idx, kv_idx]",
     FLOAT,
     "so add it to the score, multiply it by 1.0, or choose with where(x, score, -math.inf)",
 )
@@ -162,9 +162,9 @@ class Tracer(TorchFunctionMode):
         if not node.kind:
             said = " and ".join(f"{x!r} ({x.kind})" for x in operands)
             raise ArgumentError(
-                f"`{op}` is not for {said} in a {self.dialect.name}: compare numbers to get bools, "
-                "turn a bool into a number with where(x, 1, 0), and keep floats out of "
-                "// % << >> & | ^ ~"
+                f"`{op}` does not take {said} in a {self.dialect.name}: compare numbers to get "
+                "bools, turn a bool into a number with where(x, 1, 0), and keep floats out of // "
+                "% << >> & | ^ ~"
             )
         if wrong := expressions.undefined(op, node.inputs):
             raise ArgumentError(f"{expressions.describe(node)} in a {self.dialect.name} {wrong}")
@@ -220,8 +220,8 @@ class Tracer(TorchFunctionMode):
         self.steps.add(node)
         if len(self.steps) > MAX_NODES:
             raise ArgumentError(
-                f"a {self.dialect.name} has over {MAX_NODES} operators: put what it counts into a "
-                "tensor and index that"
+                f"a {self.dialect.name} has more than {MAX_NODES} operators: compute a tensor "
+                "before, and index that"
             )
         return Symbol(node, self)
 
@@ -266,8 +266,8 @@ def trace(function: Callable, dialect: Dialect, tensors: tuple[Tensor, ...] = ()
     except Exception as error:
         takes = ", ".join(dialect.parameters).replace("k_idx", "kv_idx")
         raise ArgumentError(
-            f"{what} cannot be traced ({type(error).__name__}: {error}): it takes ({takes}), and a "
-            f"{dialect.name} is made of {dialect.accepted}"
+            f"{what} cannot be traced ({type(error).__name__}: {error}): it takes ({takes}), and "
+            f"a {dialect.name} may use {dialect.accepted}"
         ) from error
     result = tracer.lift(result)
     if result.kind != dialect.result:

@@ -168,7 +168,7 @@ def _differentiated(call: Call, saved: Saved, tensors: Sequence[Tensor | None]) 
 def _of_inputs(
     call: Call, grads: Grads, saved: Saved, extras: Extras, needs: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
-    """Of q, k, v and the extras; `needs` says which captured tensors want one."""
+    """The gradients of q, k, v and the extras; `needs` says which captured tensors want one."""
     of_extras = Extras(
         sinks=None if extras.sinks is None else grads.dsinks,
         bias=grads.dbias if call.problem.has_bias_grad else None,
@@ -325,8 +325,8 @@ def _call_of(inputs: tuple, extras: Extras, options: Options) -> Call:
 
 
 def _known(tensors: tuple, inputs: tuple, extras: Extras, options: Options) -> Call:
-    """The same, cached by signature, for compiled graphs, which do not pass through
-    `frontend.call.call`. `tensors` are all of an operator's.
+    """The call of an operator's arguments, cached by signature, for compiled graphs, which do not
+    pass through `frontend.call.call`. `tensors` are all of an operator's.
     """
     flags: Any = *options[:BLOCK], *options.mask_block, *options[BLOCK + 1 :]
     entry = None if needs_dispatcher(*tensors) else entry_of(tensors, *flags)

@@ -72,10 +72,10 @@ def refuse_shards() -> None:
     """
     if contexts and is_sharded():
         raise NotImplementedError(
-            "inside of tilewise.distributed.context_parallel q, k and v are shards of sequences, "
-            "and this call would leave the keys of the other shards out: tilewise.attention, "
-            "flash_attn_func and scaled_dot_product_attention are served there, without what this "
-            "one was given; documents are the layout's, layout.packed(cu_seqlens)"
+            "inside tilewise.distributed.context_parallel q, k and v are shards of sequences, "
+            "and this call would leave out the keys of the other shards: tilewise.attention, "
+            "flash_attn_func and scaled_dot_product_attention are supported there, without the "
+            "arguments of this call; documents belong in the layout, layout.packed(cu_seqlens)"
         )
     module = sys.modules.get(_MODULE)
     # torch's replacement while the context is entered; the table keeps it afterwards
@@ -83,9 +83,9 @@ def refuse_shards() -> None:
         module, "_replaced_functions", ()
     ):
         raise NotImplementedError(
-            "tilewise inside of torch's context_parallel: q, k and v are shards of sequences, "
-            "and the keys of the other shards would be left out; inside call "
-            "torch.nn.functional.scaled_dot_product_attention, which torch replaces and "
-            "tilewise.enable_sdpa() has us compute, and call tilewise outside, on whole sequences "
-            "(DTensors may be sharded by batch or heads)"
+            "tilewise inside torch's context_parallel: q, k and v are shards of sequences, and "
+            "the keys of the other shards would be left out; call "
+            "torch.nn.functional.scaled_dot_product_attention there, which torch replaces and "
+            "tilewise.enable_sdpa() computes, and tilewise outside, on whole sequences (DTensors "
+            "may be sharded by batch or heads)"
         )

@@ -86,8 +86,8 @@ def attention(
     if call.needs_grad and source is not None:
         if needs_dispatcher(*source[:3], *extras.tensors):
             raise NotImplementedError(
-                'backward="bf16" under a compiler, a dispatch mode or with a tensor subclass is '
-                "not served: call it eagerly"
+                'backward="bf16" under a compiler, a dispatch mode or with a tensor subclass '
+                "is not supported: call it eagerly"
             )
         inputs = *source[:3], extras.sinks
         return _StraightThrough.apply(call, x, extras, *inputs)
@@ -190,8 +190,8 @@ def _arguments(call: CallFp8, inputs: Inputs, extras: Extras) -> tuple:
 def problem_of(
     q: Tensor, k: Tensor, headdim_v: int, extras: Extras, scalars: Scalars, flags: tuple[str, bool]
 ) -> Problem:
-    """Of checked inputs in (batch, seqlen, nheads, headdim) order; `flags` are align and
-    is_long.
+    """The Problem of checked inputs in (batch, seqlen, nheads, headdim) order; `flags` are align
+    and is_long.
     """
     align, is_long = flags
     found = describe(q, k, k, extras, scalars, align, False, is_long=is_long)

@@ -96,7 +96,7 @@ def train(cached: Cached, deterministic: bool) -> tuple[Tensor, Tensor]:
     if needs_dispatcher(q, k, v, *cached.extras.tensors):
         raise NotImplementedError(
             "split_size with a gradient under a compiler, a dispatch mode or with a tensor "
-            "subclass is not served: call it eagerly, or leave out split_size"
+            "subclass is not supported: call it eagerly, or leave out split_size"
         )
     q, k, v = (x if x.data_ptr() % ALIGNMENT == 0 else x.clone() for x in (q, k, v))
     problem = cached.problem._replace(deterministic=deterministic)
@@ -148,8 +148,8 @@ def append(new: Append) -> None:
     if peek_interpreter_stack() is not None:
         if any(x is not None and is_batchedtensor(x) for x in (*tensors, *new[-2:])):
             raise NotImplementedError(
-                "cache.append inside of torch.vmap: it writes one cache in place; join the mapped "
-                "dimension to the batch, or call it for each"
+                "cache.append inside torch.vmap: it writes one cache in place; fold the mapped "
+                "dimension into the batch, or call it once per element"
             )
     if needs_dispatcher(*tensors, *new[-2:]):
         read = [None if by_row(x) else x for x in new[-2:]]
@@ -261,7 +261,9 @@ def _backend_of(cached: Cached) -> ModuleType:
                 return module
         reasons.append(f"  {name}: {reason}")
     lines = "\n".join(reasons)
-    raise NotImplementedError(f"no backend serves attention with a KV cache on {device}:\n{lines}")
+    raise NotImplementedError(
+        f"no backend supports attention with a KV cache on {device}:\n{lines}"
+    )
 
 
 def _empty(cached: Cached, out: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -37,9 +37,9 @@ def forward(attend: Callable, counts_rows: bool, size: int, in_dims: tuple, tens
 def one_by_one(call: Callable, size: int, in_dims: tuple, tensors: tuple):
     """`call` mapped in a loop."""
     warn_slow(
-        "vmap of attention's backward, or over sinks, packed sequences, a bias, dropout, what a "
-        "mask captured or functions of b, runs its calls one by one: join the mapped dimension to "
-        "the batch where that is too slow"
+        "vmap of attention's backward, or over sinks, packed sequences, a bias, dropout, "
+        "captured tensors or functions of b, runs its calls one by one: if that is too slow, "
+        "fold the mapped dimension into the batch"
     )
     results = [
         call(*(x if dim is None else x.select(dim, i) for x, dim in zip(tensors, in_dims)))

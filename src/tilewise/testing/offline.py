@@ -97,7 +97,7 @@ def stats(compiled: Any) -> dict[str, int | bool]:
         compiled: what `build` returned.
 
     Returns:
-        `smem` in bytes and `warps`. For NVIDIA `registers` a thread, `spill_stores` and
+        `smem` in bytes and `warps`. For NVIDIA `registers` per thread, `spill_stores` and
         `spill_loads` in bytes, `wgmma_serialized`, counts of instructions (HGMMA, QGMMA, HMMA,
         UTCHMMA, UTMALDG, LDL, STL, MUFU.EX2, FFMA, FSEL, PRMT), `copies_apart` (TMA loads where a
         warp's lanes may have diverged, as lanes that run ahead read data that has not landed), and

@@ -25,7 +25,7 @@ def probabilities(s, minus_lse, seq, FEATURES: tl.constexpr):
 
 @triton.jit
 def natural_probabilities(s, lse, rest):
-    """The same of scores in natural units, of which lse may be as large as a mask of -1e9: +inf for
+    """P of a tile of scores in natural units, whose lse may be as large as a mask of -1e9: +inf for
     rows that saw nothing. `rest` is what lse in fp32 has lost, in base 2: see `bwd_rest`.
     """
     return tl.exp2((s - lse) * 1.4426950408889634 - rest)

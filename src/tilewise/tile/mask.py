@@ -36,7 +36,7 @@ def columns_seen(q_idx, k_idx, seq, FEATURES: tl.constexpr, TRANSPOSED: tl.const
 
 @triton.jit
 def band_seen(q_idx, k_idx, seq, FEATURES: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """The same of a band."""
+    """The keys that a query sees in a band, or TRANSPOSED the queries that see a key."""
     diagonal, seqlen_k = seq.lengths.diagonal, seq.lengths.seqlen_k
     left, right = seq.numbers.left, seq.numbers.right
     if TRANSPOSED:
@@ -94,8 +94,8 @@ def apply_mask(s, q_idx, k_idx, seq, FEATURES: tl.constexpr):
 
 @triton.jit
 def seen_by_position(keep, q_idx, k_idx, seq, FEATURES: tl.constexpr):
-    """Of the pairs in `keep`, those that the band and the mask function allow; query i stands on
-    key i, and before the first key where there are fewer keys than queries.
+    """The pairs in `keep` that the band and the mask function allow; query i stands on key i, and
+    before the first key if there are fewer keys than queries.
     """
     if FEATURES.LEFT:
         keep = keep & (k_idx >= q_idx - seq.numbers.left)

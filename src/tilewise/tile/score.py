@@ -71,7 +71,7 @@ def score(qk, q_idx, k_idx, seq, FEATURES: tl.constexpr):
 
 @triton.jit
 def score_without_bias(qk, q_idx, k_idx, seq, FEATURES: tl.constexpr):
-    """The same for a kernel that reads the bias in its own way."""
+    """Scores of a tile, for a kernel that reads the bias in its own way."""
     scored = scaled(qk, seq, FEATURES)
     s, derivative = scored.s, scored.derivative
     slope = seq.slope_log2

@@ -55,7 +55,7 @@ def lengths_of(batch, sizes, optionals, FEATURES: tl.constexpr):
 
 @triton.jit
 def lengths_in(offsets, batch, optionals, FEATURES: tl.constexpr):
-    """The same, given the sequence's offsets."""
+    """The sequence's true lengths and diagonal, given its offsets."""
     seqlen_q = offsets.seqlen_q
     if FEATURES.SEQUSED_Q:
         seqlen_q = clamp(tl.load(optionals.seqused_q + batch), 0, seqlen_q)

@@ -49,9 +49,9 @@ def online_step(s, m_i, l_i, exp_scale, MASKED: tl.constexpr):
 
 @triton.jit
 def natural_step(s, m_i, l_i):
-    """The same of scores to which a bias or a score function adds, where m is in natural units. A
-    mask may be a bias of -1e9, or the most negative number, which times log2(e) overflows: what is
-    scaled is the difference.
+    """One block of scores that a bias or a score function changed, with m in natural units. A mask
+    may be a bias of -1e9, or the most negative number, which times log2(e) overflows: the
+    difference is scaled instead.
     """
     m_new = tl.maximum(m_i, tl.max(s, 1))
     m_ref = tl.where(m_new == float("-inf"), 0.0, m_new)
@@ -105,7 +105,7 @@ def lse_or_inf(lse):
 
 @triton.jit
 def lse_to_log2(lse):
-    """The same in base 2."""
+    """The lse in base 2, +inf for a row that saw no key."""
     return tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
 
 

@@ -17,7 +17,7 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from ..errors import warn_slow
+from ..errors import a_type, warn_slow
 from .config import Config, Key
 from .tables import TABLE
 
@@ -102,7 +102,7 @@ def read(path: Path) -> Stored:
     except (ValueError, RecursionError) as error:  # JSON's and Unicode's errors are ValueErrors
         return Stored({}, f"is no JSON ({type(error).__name__}: {error})")
     if not _is(data, dict):
-        return Stored({}, f"holds a {type(data).__name__}, where GPUs' names and rows should be")
+        return Stored({}, f"holds {a_type(data)}, where GPUs' names and rows should be")
     tables: dict[str, Table] = {}
     wrong: list[Any] = []
     for gpu, rows in data.items():

@@ -39,7 +39,7 @@ def attend_shards(
     is_ring = config.context_parallel_config.ring_degree > 1
     unsupported = {
         "attn_mask that differs by query or head": has_mask and not _is_of_keys(mask),
-        "attn_mask beside a ring, which passes keys on without it (Ulysses takes it),": has_mask
+        "attn_mask with a ring, which passes keys on without it (Ulysses takes it),": has_mask
         and is_ring,
         "attn_mask with a gradient": has_mask and mask.requires_grad,
         "dropout_p": dropout_p > 0,
@@ -50,8 +50,8 @@ def attend_shards(
     for what, is_used in unsupported.items():
         if is_used:
             raise NotImplementedError(
-                f"{what} is not served under context parallelism: leave it out, or load the model "
-                "without `parallel_config` and `enable_parallelism`"
+                f"{what} is not supported under context parallelism: leave it out, or load the "
+                "model without `parallel_config` and `enable_parallelism`"
             )
     flags = 0.0, False, scale, False, return_lse
     both = dict(forward_op=forward_op, backward_op=backward_op)

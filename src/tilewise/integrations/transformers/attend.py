@@ -104,8 +104,8 @@ def attend_visible(
     if len(set(visible.runs)) == 1:
         return _attend_run(q, k, v, visible, visible.runs[0], features)
     warn_slow(
-        "rows of this batch begin at different keys, so attention is called once a row: pad on "
-        "the right, or pack the rows into one, where that is too slow"
+        "rows of this batch begin at different keys, so attention is called once per row: if "
+        "that is too slow, pad on the right, or pack the rows into one"
     )
     rows = [slice(row, row + 1) for row in range(q.shape[0])]
     return torch.cat(

@@ -33,7 +33,7 @@ HARMLESS = {
     "shift_labels",
     "use_cache",
 }
-BESIDE_MASK = "beside a mask of four dimensions, which says all: leave one of them out"
+BESIDE_MASK = "with a mask of four dimensions, which decides alone: leave one of them out"
 REASONS = {
     "cache": (
         "`generate_batch` computes with flash attention's functions, for which this model has no "
@@ -41,7 +41,7 @@ REASONS = {
     ),
     "cu_seq_lens_k": BESIDE_MASK,
     "cu_seq_lens_q": BESIDE_MASK,
-    "head_mask": "head masks are not served: " + ANOTHER,
+    "head_mask": "head masks are not supported: " + ANOTHER,
     "max_length_k": PACKING,
     "max_length_q": PACKING,
     "output_attentions": (

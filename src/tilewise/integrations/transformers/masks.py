@@ -30,7 +30,7 @@ from .visible import (
 Tensor = torch.Tensor
 NOT_CHUNKED = (
     "the mask is not that of the model's chunks, as a compiled graph assumes: rows whose "
-    "position_ids restart are not served compiled with chunked attention"
+    "position_ids restart are not supported compiled with chunked attention"
 )
 
 

@@ -84,8 +84,8 @@ def _told_otherwise(
 def _check_one_row(visible: Visible | None, batch: int) -> None:
     if batch != 1:
         raise NotImplementedError(
-            f"cu_seq_lens_q: packed sequences are served in one row, and this batch has {batch}: "
-            "flatten it into one (DataCollatorWithFlattening does)"
+            "cu_seq_lens_q: packed sequences are supported in one row, and this batch has "
+            f"{batch}: flatten it into one (DataCollatorWithFlattening does)"
         )
     if visible is not None and (visible.runs is not None or visible.used is not None):
         raise NotImplementedError(
@@ -116,8 +116,8 @@ def _chunked(visible: Visible, chunk: int, given: tuple[Tensor, Tensor]) -> tupl
     """Sequences of which each is cut in chunks, from its own beginning on."""
     if visible.begins is None:
         raise NotImplementedError(
-            "cu_seq_lens_q and chunked attention: served for whole sequences, without a KV cache "
-            f"and torch.compile; pad the batch instead, or {ANOTHER}"
+            "cu_seq_lens_q and chunked attention: supported for whole sequences, without a KV "
+            f"cache and torch.compile; pad the batch instead, or {ANOTHER}"
         )
     begins = visible.begins
     found = []

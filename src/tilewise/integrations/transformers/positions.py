@@ -18,9 +18,9 @@ UNTOLD = (
     "cu_seq_lens_k, too"
 )
 PACKING = (
-    "packed sequences are served where cu_seq_lens_q and cu_seq_lens_k tell of them (in a batch of "
-    "one row), or position_ids that restart at 0 (without padding and keys of an earlier call): "
-    "pad the batch instead, or " + ANOTHER
+    "packed sequences are supported if cu_seq_lens_q and cu_seq_lens_k describe them (in a batch "
+    "of one row), or position_ids that restart at 0 (without padding and keys of an earlier "
+    "call): pad the batch instead, or " + ANOTHER
 )
 
 

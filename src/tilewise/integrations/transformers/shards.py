@@ -17,8 +17,8 @@ from .positions import version_of
 from .visible import Band, Visible, assert_later
 
 Tensor = torch.Tensor
-DOCUMENTS = "documents are the layout's: layout.packed(cu_seqlens), or td.documents(cu_seqlens)"
-INSIDE = "inside of tilewise.distributed.context_parallel"
+DOCUMENTS = "documents belong in the layout: layout.packed(cu_seqlens), or td.documents(cu_seqlens)"
+INSIDE = "inside tilewise.distributed.context_parallel"
 PADDED = (
     f"an attention_mask with padding, or of pairs, {INSIDE}: its columns are the keys of a shard; "
     "leave padding out of the sequence, or make it a document of its own"
@@ -54,7 +54,7 @@ def attend_shards(
         elif mask is not None:
             _assert(mask.all(), NotImplementedError(PADDED))
         if band[0] is not None and band[1] != 0:
-            raise NotImplementedError(f"a window on both sides {INSIDE} is not served")
+            raise NotImplementedError(f"a window on both sides {INSIDE} is not supported")
         _check_positions(mask, position_ids, context.layout.positions)
         return attend(q, k, v, band, features)
 
@@ -65,7 +65,7 @@ def _band_of(visible: Visible, of_layer: Band) -> Band:
     if any(x is not None for x in stored):
         raise NotImplementedError(PADDED)
     if visible.chunk is not None or visible.has_chunks:
-        raise NotImplementedError(f"chunked attention {INSIDE} is not served")
+        raise NotImplementedError(f"chunked attention {INSIDE} is not supported")
     left, right = visible.band
     if visible.local_size is not None:
         left = visible.local_size - 1

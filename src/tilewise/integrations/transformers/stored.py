@@ -19,7 +19,7 @@ from .visible import HOLES, Band, Visible, runs_of, simplest
 Tensor = torch.Tensor
 KEYS = (
     "attention_mask hides keys among the real ones of a row, so attention reads it for each key: "
-    "pad on the left to generate, where that is too slow"
+    "if that is too slow, pad on the left to generate"
 )
 PAIRS = (
     "this model's mask is neither causal nor a window nor chunks nor packed sequences (blocks of "
@@ -96,8 +96,8 @@ def given(mask: Tensor, q: Tensor, k: Tensor) -> Visible | None:
     sizes = (q.shape[0], q.shape[2], *lengths)
     if mask.dim() != 4 or any(n not in (1, size) for n, size in zip(mask.shape, sizes)):
         raise NotImplementedError(
-            f"attention_mask of shape {tuple(mask.shape)}: 2D padding masks are served, and masks "
-            f"that broadcast over (batch, nheads, queries, keys), here {sizes}; {ANOTHER}"
+            f"attention_mask of shape {tuple(mask.shape)}: 2D padding masks are supported, and "
+            f"masks that broadcast over (batch, nheads, queries, keys), here {sizes}; {ANOTHER}"
         )
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise NotImplementedError(

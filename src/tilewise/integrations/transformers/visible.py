@@ -23,7 +23,7 @@ NO_KEYS: Band = (-1, -1)  # a window of 0, which models that use none set
 HOLES: Runs = ()  # in the place of runs: the real keys of a row are no single one
 NOT_ASSUMED = (
     "the mask is neither causal nor the layer's window, as a compiled graph assumes: rows of a "
-    "batch whose position_ids restart, and masks of other kinds, are not served compiled"
+    "batch whose position_ids restart, and masks of other kinds, are not supported compiled"
 )
 
 

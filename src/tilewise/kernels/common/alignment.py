@@ -56,8 +56,8 @@ def misplaced(needs: dict[str, Access], **tensors: Tensor) -> str | None:
             repeated = "" if access.may_repeat else ", and none be expanded"
             return (
                 f"{name} must begin at a multiple of {access.bytes} bytes, and so must its rows, "
-                f"heads and batches or pages{repeated}: {name}.clone() does that where memory is "
-                "to spare"
+                f"heads and batches or pages{repeated}: {name}.clone() does that, if there is "
+                "memory for it"
             )
     return None
 
@@ -78,6 +78,6 @@ def check_elements(named: Iterable[tuple[str, Tensor | None]]) -> None:
             continue
         if not x.is_cpu or interpreter_is_on() or emulator_seed() is not None:
             raise ArgumentError(
-                f"{name} begins at address {x.data_ptr():#x}, no multiple of its elements' "
-                f"{x.itemsize} bytes: clone() it"
+                f"{name} begins at address {x.data_ptr():#x}, which is not a multiple of its "
+                f"element size, {x.itemsize} bytes: clone() it"
             )

@@ -14,12 +14,13 @@ from triton.runtime.jit import JITFunction
 from ...tile.mask import apply_mask
 
 INTERPRETED = (
-    "TRITON_INTERPRET=1 was set when Triton was imported, so that every kernel of this process is "
-    "one for CPU tensors: start it without; tilewise.testing.use_interpreter() needs no variable"
+    "TRITON_INTERPRET=1 was set when Triton was imported, so every kernel of this process runs "
+    "on CPU tensors alone: start the process without it; tilewise.testing.use_interpreter() "
+    "needs no variable"
 )
 NO_COMPILER = (
-    "Triton calls ptxas, and a C compiler for its launchers: install gcc or clang, with Python's "
-    "headers, or let CC name one"
+    "Triton needs ptxas, and a C compiler for its launchers: install gcc or clang and Python's "
+    "headers, or set CC"
 )
 
 
@@ -70,6 +71,6 @@ def _remedy(error: Exception) -> str:
     if not is_folder:
         return NO_COMPILER
     return (
-        f"Triton keeps what it compiles in {folder}, so let TRITON_CACHE_DIR (and TMPDIR) name a "
-        "folder that can be written and has room"
+        f"Triton stores what it compiles in {folder}: set TRITON_CACHE_DIR (and TMPDIR) to a "
+        "writable folder with free space"
     )

@@ -39,7 +39,9 @@ def load_lse(
     AXIS: tl.constexpr,
     CHECKED: tl.constexpr = True,
 ):
-    """Of queries, along the other axis of a tile than AXIS; the addresses are of `stats_rows`."""
+    """Loads the row statistics of queries, along the other axis of a tile than AXIS; `stats_rows`
+    gives the addresses.
+    """
     row = load_stats(lse, q_idx, lengths, float("-inf"), CHECKED)
     lost = 0.0
     if FEATURES.BIAS or FEATURES.SCORE_MOD is not None:

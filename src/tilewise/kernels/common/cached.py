@@ -77,7 +77,7 @@ class Cached(NamedTuple):
 
 
 class Append(NamedTuple):
-    """The arguments of `cache.append`."""
+    """The arguments of `tilewise.cache.append`, which describes them."""
 
     k_cache: Tensor
     v_cache: Tensor

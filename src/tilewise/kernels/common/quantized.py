@@ -30,7 +30,7 @@ KEY_ORDER = tuple(8 * (c // 2 % 2) + 2 * (c // 4) + c % 2 for c in range(16))
 
 
 class Scales(NamedTuple):
-    """What was quantised is the 8-bit tensor times its scale: fp32, (batch, nheads_k)."""
+    """The scales of q, k and v, fp32 (batch, nheads_k): 8-bit tensor times scale is the value."""
 
     q: Tensor
     k: Tensor
@@ -63,16 +63,34 @@ class Lengths(NamedTuple):
 
 
 class Quantized(NamedTuple):
-    """q, k and v in e4m3, as `tilewise.quantize` returns them."""
+    """q, k and v in float8_e4m3fn, as `tilewise.quantize` returns them; `tilewise.attention` takes
+    it in place of q. `print` shows dtypes and shapes.
 
-    q: Tensor  # (batch, seqlen_q, nheads, headdim), or (total_q, nheads, headdim)
-    k: Tensor  # (batch, seqlen_k, nheads_k, headdim), or (total_k, nheads_k, headdim)
-    v_t: Tensor  # (batch, nheads_k, headdim_v, columns), or (nheads_k, headdim_v, columns)
+    Args:
+        q: (batch, seqlen_q, nheads, headdim), or packed (total_q, nheads, headdim).
+        k: (batch, seqlen_k, nheads_k, headdim), or packed (total_k, nheads_k, headdim).
+        v_t: v transposed, (batch, nheads_k, headdim_v, columns), or packed (nheads_k, headdim_v,
+            columns), with keys in the order of the tensor cores.
+        scales: `scales.q`, `scales.k` and `scales.v`, fp32 (batch, nheads_k): 8-bit tensor times
+            scale is the value.
+        k_mean: fp32 (batch, nheads_k, headdim), the mean that was subtracted from k; None without
+            `smooth`.
+        v_mean: fp32 (batch, nheads_k, headdim_v), the mean of v and of its rounding error; None
+            without `smooth`.
+        v_drift: fp32 (), how far sums of consecutive keys of v without its mean go, if headdim_v
+            is over 128.
+        source: the tensors before rounding, for `backward="bf16"`; None if none requires a
+            gradient.
+    """
+
+    q: Tensor
+    k: Tensor
+    v_t: Tensor
     scales: Scales
-    k_mean: Tensor | None = None  # fp32 (batch, nheads_k, headdim): what k lost before rounding
-    v_mean: Tensor | None = None  # fp32 (batch, nheads_k, headdim_v): of v, and of its rounding
-    v_drift: Tensor | None = None  # fp32 (): how far sums of v without its mean go, if it is wide
-    source: Source | None = None  # for backward="bf16"
+    k_mean: Tensor | None = None
+    v_mean: Tensor | None = None
+    v_drift: Tensor | None = None
+    source: Source | None = None
 
     __repr__ = short
 

@@ -30,8 +30,8 @@ def check_written(name: str, x: Tensor) -> None:
         )
     if overlaps(x):
         raise ArgumentError(
-            f"{name} has shape {tuple(x.shape)} and strides {x.stride()}, by which elements share "
-            f"memory, and it is written: give each its own, {name}.contiguous()"
+            f"{name} has shape {tuple(x.shape)} and strides {x.stride()}, with which elements "
+            f"share memory, and it is written: pass {name}.contiguous()"
         )
 
 

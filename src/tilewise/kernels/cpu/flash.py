@@ -67,8 +67,8 @@ def serves(dense: Dense) -> bool:
 
 
 def whole_mask(problem: Problem, q: Tensor, k: Tensor, scalars: Scalars) -> bool | None:
-    """Of a call that is one piece and nothing else, whether that is causal; None of all others.
-    Found with as few questions as will do: a short call costs less than describing it.
+    """Whether a call that is one piece and nothing else is causal; None for all other calls. It
+    asks as little as will do: a short call costs less than describing it.
     """
     has_more = problem.has_left or problem.has_softcap or problem.has_alibi or problem.has_sinks
     has_more = has_more or problem.has_bias or problem.has_dropout or problem.mods != NO_MODS
@@ -114,7 +114,7 @@ def _with_rows(x: Tensor) -> Tensor:
 
 
 def _exactly(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float):
-    """The same tile by tile."""
+    """Attends tile by tile."""
     batch, nheads, seqlen_q, headdim = q.shape
     out = q.new_empty(batch, seqlen_q, nheads, headdim).transpose(1, 2)
     lse = q.new_empty(batch, nheads, seqlen_q, dtype=torch.promote_types(q.dtype, torch.float32))

@@ -56,8 +56,8 @@ def supports(problem: Problem, device: torch.device) -> str | None:
         multiple = 128 if max(problem.headdim, problem.headdim_v) <= 128 else 64
         if rows != TILE_M or keys % multiple:
             return Avoidable(
-                f"a block mask of blocks {rows} x {keys} is not made up of its tiles, {TILE_M} "
-                f"queries and {multiple} keys: create_block_mask(..., block=(128, 128))"
+                f"its tiles of {TILE_M} queries and {multiple} keys do not divide the blocks of "
+                f"{rows} x {keys} of a block mask: create_block_mask(..., block=(128, 128))"
             )
         if problem.deterministic:
             return Avoidable("the gradients of a block mask are added in no fixed order there")
@@ -66,7 +66,9 @@ def supports(problem: Problem, device: torch.device) -> str | None:
     from .fwd import launch  # noqa: F401
 
     if max(problem.headdim, problem.headdim_v) <= 32:
-        return Slower("its tiles are 64 columns wide: to headdim 32 the portable kernel is faster")
+        return Slower(
+            "its tiles are 64 columns wide: up to headdim 32 the portable kernel is faster"
+        )
     return None
 
 
@@ -75,9 +77,9 @@ def why_copied(problem: Problem) -> str | None:
     for name, headdim in (("headdim", problem.headdim), ("headdim_v", problem.headdim_v)):
         if headdim % 8:
             return (
-                f"{name} {headdim} is no multiple of 8, 16 bytes, so that q, k, at times v, and "
-                "gradients are copied: pad it with zeros, or let rows, heads and batches start at "
-                "multiples of 8"
+                f"{name} {headdim} is not a multiple of 8 (16 bytes), so q, k, sometimes v, and "
+                "gradients are copied: pad it with zeros, or let rows, heads and batches start "
+                "at multiples of 8"
             )
     return None
 
@@ -87,12 +89,14 @@ def supports_fp8(problem: Problem, device: torch.device, out_dtype: torch.dtype)
     if reason := _no_device(device) or _no_kernels(device):
         return reason
     if out_dtype not in FP8_OUTPUTS:
-        return f"out_dtype {out_dtype} is none of bfloat16, float16 and float32"
+        return f"out_dtype {out_dtype} is not bfloat16, float16 or float32"
     for name, headdim in (("headdim", problem.headdim), ("headdim_v", problem.headdim_v)):
         if headdim > MAX_HEADDIM or headdim % 16:
-            return f"{name} {headdim} is no multiple of 16, 16 bytes for TMA, up to {MAX_HEADDIM}"
+            return (
+                f"{name} {headdim} is not a multiple of 16 (16 bytes, for TMA) up to {MAX_HEADDIM}"
+            )
     if problem.is_modified:
-        return "FP8 has no bias, mask function, score function and dropout"
+        return "its FP8 kernel supports no bias, mask function, score function or dropout"
     return None
 
 

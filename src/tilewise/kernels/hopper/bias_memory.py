@@ -37,7 +37,7 @@ def _consists_of_runs(bias: Tensor, run: int) -> bool:
 
 
 def in_pairs(extras: Extras, plan: Any) -> Extras:
-    """The same with a bias of 16 bits as pairs, where two pairs may be read at once."""
+    """Extras with a 16-bit bias viewed as pairs, where two pairs may be read at once."""
     bias = extras.bias
     if (
         plan.tile.BIAS_COPIED

@@ -23,7 +23,7 @@ _IS_PUBLIC = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 @gluon.jit
 def reinterpret(smem, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
-    """The same shared memory as another type, shape and layout."""
+    """Views shared memory with another type, shape and layout."""
     if _IS_PUBLIC:
         return smem.reinterpret(dtype, shape, layout)
     else:

@@ -44,8 +44,8 @@ def by_head(x: Tensor, block: list[int], layout: Any) -> DescriptorFields:
 
 
 def of_queries(x: Tensor, block: list[int], layout: Any, group: int) -> DescriptorFields:
-    """The same tensor with the `group` query heads of a key head as a dimension of their own:
-    (batch, nheads_k, rows, group, columns).
+    """A (batch, rows, nheads, columns) tensor as (batch, nheads_k, rows, group, columns), with the
+    query heads of a key head as a dimension of their own.
     """
     batch, rows, heads, columns = x.shape
     by_batch, by_row, by_head, _ = x.stride()
@@ -55,8 +55,8 @@ def of_queries(x: Tensor, block: list[int], layout: Any, group: int) -> Descript
 
 
 def ragged_by_head(x: Tensor, block: list[int], layout: Any) -> DescriptorFields:
-    """The same tensor for sequences that end anywhere: (1, 1, nheads, rows, columns), for the
-    coordinates of fwd/varlen.py. Batches follow each other as more heads.
+    """A (batch, rows, nheads, columns) tensor of sequences that end anywhere, as (1, 1, nheads,
+    rows, columns), for the coordinates of fwd/varlen.py. Batches follow each other as more heads.
 
     TMA cuts a block at the end of a tensor. The two dimensions before move what it copies so that a
     sequence ends there. Their strides are -1 and 1 rows. As no stride may be negative, the first is
@@ -81,7 +81,7 @@ def ragged_steps(x: Tensor) -> tuple[int, int, int]:
 
 
 def flat(x: Tensor) -> Tensor:
-    """The same memory as one head, whose rows hold all heads."""
+    """A view of the memory as one head, whose rows hold all heads."""
     batch, rows, heads, columns = x.shape
     shape = batch, rows, 1, (heads - 1) * x.stride(2) + columns
     return x.as_strided(shape, (*x.stride()[:2], UNIT, 1))
@@ -158,5 +158,5 @@ def valid(shape: list[int], strides: list[int]) -> list[int]:
 
 
 def checked(args: tuple) -> tuple:
-    """The same arguments as Triton's front end takes them."""
+    """The arguments as Triton's front end takes them."""
     return tuple(TensorDescriptor(*x[:6]) if isinstance(x, DescriptorFields) else x for x in args)

@@ -68,7 +68,9 @@ def pairs_of(columns):
 
 @gluon.constexpr_function
 def runs_of_pairs(columns):
-    """The same rows, but two neighbouring pairs a thread: what is wide enough for memory."""
+    """The layout of `pairs_of` with two neighbouring pairs per thread, which is wide enough for
+    memory.
+    """
     above = [[0, 8 << i] for i in range((columns // 8).bit_length() - 1)]
     lanes = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
     return gl.DistributedLinearLayout(
@@ -103,7 +105,7 @@ def left_operand(accumulator_layout):
 
 @gluon.constexpr_function
 def fp8_accumulator(columns):
-    """The same tile of a product of 8-bit operands, which wgmma sums 32 elements at a time: every
+    """The accumulator of a product of 8-bit operands, which wgmma sums 32 elements at a time: every
     number is where `accumulator` has it.
     """
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 32])

@@ -27,7 +27,7 @@ def load_ragged(desc, stop, size, head, row, full, buffer, pred=True, column=0):
 
 @gluon.jit
 def store_ragged(desc, stop, size, head, row, buffer, column=0):
-    """The same from shared memory; columns from `column` on."""
+    """Stores from shared memory the rows that `load_ragged` loads; columns from `column` on."""
     shape: gl.constexpr = desc.block_type.shape
     at = [BILLION, stop, head, BILLION - size + row, column]
     tma_store(desc, at, buffer.reshape(shape))

@@ -100,7 +100,7 @@ def is_partial(n_block, work):
 
 @gluon.jit
 def needs_mask(work, i, n_block, FEATURES: gl.constexpr):
-    """The same of the i-th block that a tile visits."""
+    """Whether the i-th block that a tile visits needs a mask."""
     if FEATURES.MASK_M == 0:
         return is_partial(n_block, work)
     elif FEATURES.SEQUSED_K:  # of which a block mask does not know

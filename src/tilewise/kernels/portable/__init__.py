@@ -43,13 +43,13 @@ def supports(problem: Problem, device: torch.device) -> str | None:
 
 
 def supports_fp8(problem: Problem, device: torch.device, out_dtype: torch.dtype) -> str | None:
-    """The same of a problem of float8_e4m3fn, with V as V^T."""
+    """None, or why these kernels do not support a problem of float8_e4m3fn, with V as V^T."""
     if reason := _why_not_here(device):
         return reason
     if problem.dtype != torch.float8_e4m3fn:
-        return f"8 bits are float8_e4m3fn here, not {problem.dtype}"
+        return f"its 8-bit dtype is float8_e4m3fn, not {problem.dtype}"
     if out_dtype not in DTYPES:
-        return f"out_dtype {out_dtype} is not served; float16, bfloat16 and float32 are"
+        return f"out_dtype {out_dtype} is not supported; float16, bfloat16 and float32 are"
     lacking = {
         "a bias": problem.has_bias,
         "a mask function or a block mask": problem.mods.mask or problem.mods.block != (0, 0),
@@ -58,7 +58,7 @@ def supports_fp8(problem: Problem, device: torch.device, out_dtype: torch.dtype)
     }
     for name, is_asked in lacking.items():
         if is_asked:
-            return f"the FP8 kernel has no code for {name}; 16-bit q, k and v have it"
+            return f"the FP8 kernel does not support {name}; with 16-bit q, k and v it is supported"
     widest = max(problem.headdim, problem.headdim_v)
     if widest > MAX_HEADDIM_FP8:
         return f"headdim {widest} is over {MAX_HEADDIM_FP8}, the widest of the FP8 kernel"

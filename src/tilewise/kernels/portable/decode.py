@@ -187,7 +187,7 @@ def no_keys(BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def no_keys_in(ROW_TILES: tl.constexpr, TILE: tl.constexpr):
-    """That of each tile of a block."""
+    """The state before the first key, for each tile of a block."""
     states = ()
     for _ in tl.static_range(ROW_TILES):
         states = states + (no_keys(TILE.BLOCK_M, TILE.BLOCK_DV),)

@@ -36,7 +36,9 @@ def tiles_at_once(hadamard):
 
 @triton.constexpr_function
 def dtype_of_matrix(dtype, half):
-    """That in which elements of this dtype are multiplied; where some are turned they are fp32."""
+    """The dtype in which elements of this dtype are multiplied; with rotary tables elements are
+    fp32.
+    """
     return tl.float16 if dtype == tl.float16 and half == 0 else tl.bfloat16
 
 

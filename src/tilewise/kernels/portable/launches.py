@@ -15,7 +15,7 @@ Tensor = torch.Tensor
 
 
 class Launches:
-    """Those on one device. On the CPU the interpreter runs them."""
+    """The launches on one device. On the CPU the interpreter runs them."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

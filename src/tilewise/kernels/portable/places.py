@@ -16,7 +16,7 @@ def first_places(n_start, cache, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def next_places(nth, row, cache, BLOCK_N: tl.constexpr):
-    """Those of the next tile, without a division for each key."""
+    """The pages and rows of the next tile's keys, without a division per key."""
     if cache.page_table is None:
         row = row + BLOCK_N
     elif cache.tile_pages is not None:

@@ -27,8 +27,8 @@ def quantize(
     of: Lengths,
     rotary: Rotary | None = None,
 ) -> Quantized:
-    """Of 4-dimensional tensors; `steps` has rotate, smooth_k and smooth_v, and `scales` those that
-    are given, (batch, nheads_k).
+    """Quantises 4-dimensional tensors; `steps` has rotate, smooth_k and smooth_v, and `scales` are
+    the caller's, (batch, nheads_k).
     """
     return prepare_quantize(steps)(q, k, v, scales, of, rotary)
 

@@ -41,7 +41,7 @@ ROOM = tl.constexpr(quantized.ROOM)
 
 
 class Rounding(NamedTuple):
-    """Of each block of V without its mean, in codes: (blocks, nheads, headdim), fp32."""
+    """The rounding of blocks of V without its mean, in codes: (blocks, nheads, headdim), fp32."""
 
     lost: Any  # sums of what rounding takes; None of q and k
     squares: Any  # their sums, before rounding; None where no drift is wanted
@@ -183,7 +183,7 @@ def cast(operand, program, FORM: tl.constexpr, BLOCKS: tl.constexpr, IS_AGAIN: t
 
 @triton.jit
 def round_block(operand, block, begin, factor, FORM: tl.constexpr, LOOKS: tl.constexpr):
-    """Of a scale; and the largest magnitude of what is rounded, where that is looked at."""
+    """Rounds a block with a scale; and stores the largest magnitude, if it is wanted."""
     ROTATION: tl.constexpr = FORM.ROTATION
     COLUMNS: tl.constexpr = columns_of(ROTATION.D, ROTATION.HADAMARD)
     GROUP: tl.constexpr = FORM.GROUP

@@ -26,7 +26,7 @@ WIDE, STAGES = 8, 1
 
 
 def sides_of(q: Tensor, k: Tensor, steps: Any) -> tuple[Side, Side, Side]:
-    """Of q, k and v."""
+    """The sides of q, k and v."""
     return (
         Side(q.shape[2] // k.shape[2], steps.rotate, False, False),
         Side(1, steps.rotate, steps.smooth_k, False),
@@ -107,7 +107,7 @@ def loss_of(v: Part, drift: Tensor | None) -> list[SplitPlan]:
 def launch(
     kernel: Any, parts: Sequence[Part], blocks: int, warps: int, **constants: bool
 ) -> list[SplitPlan]:
-    """That of parts with so many blocks of rows a program."""
+    """The launch of parts with so many blocks of rows per program."""
     programs = 0
     for operand, form in parts:
         chunks = chunks_of(form.ROTATION.D, form.ROTATION.HADAMARD)

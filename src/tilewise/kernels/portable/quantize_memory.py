@@ -74,8 +74,8 @@ class Room(NamedTuple):
 
 
 class Made(NamedTuple):
-    """That of one call: tensors that are returned, and one for all others of a dtype, as each costs
-    the host 2 us and its views as much.
+    """The memory of one call: tensors that are returned, and one per dtype for all others, as each
+    costs the host 2 us and its views as much.
     """
 
     outs: tuple[Tensor, ...]
@@ -137,7 +137,7 @@ def make(room: Room, tensors: Sequence[Tensor], starts: Sequence[Tensor | None])
 
 
 def memory_in(room: Room, made: Made) -> list[Memory]:
-    """Of q, k and v, with views of what they share."""
+    """The memory of q, k and v, with views of shared tensors."""
     words = None if made.words is None else made.words.view(torch.int32)
     found = []
     for i, (out, scale, mean) in enumerate(zip(made.outs, made.scales, made.means)):
@@ -181,7 +181,7 @@ def tensors_of(memory: Memory) -> list[Tensor | None]:
 
 
 def addresses_in(room: Room, made: Made) -> list[int]:
-    """Those of `tensors_of` of q, k and v, without the views."""
+    """The addresses of `tensors_of` for q, k and v, without the views."""
     numbers, words = addresses_of((made.numbers, made.words))
     found = []
     for i, (out, scale, mean) in enumerate(zip(made.outs, made.scales, made.means)):

@@ -197,7 +197,9 @@ def groups_of(operand, BLOCKS: tl.constexpr):
 
 @triton.jit
 def programs_of(operand, FORM: tl.constexpr, BLOCKS: tl.constexpr):
-    """Those of an operand, with BLOCKS blocks each of one head, and CHUNK columns or all."""
+    """The number of programs of an operand: each has BLOCKS blocks of one head, and CHUNK columns
+    or all.
+    """
     ROTATION: tl.constexpr = FORM.ROTATION
     CHUNKS: tl.constexpr = chunks_of(ROTATION.D, ROTATION.HADAMARD)
     return groups_of(operand, BLOCKS) * operand.blocks.nheads * CHUNKS
@@ -233,7 +235,7 @@ def columns_of(headdim, hadamard):
 def load_turned(
     row, column, is_used, position, tables, ROTATION: tl.constexpr, COUNT: tl.constexpr
 ):
-    """So many columns of rows, in fp32 where they are turned."""
+    """Loads COUNT columns of rows, in fp32 if rotary tables turn them."""
     HALF: tl.constexpr = ROTATION.HALF
     columns = column + tl.arange(0, COUNT)[None, :]
     exists = is_used & (columns < ROTATION.D)
@@ -249,7 +251,7 @@ def load_turned(
 def products_of(
     row, is_used, angle, first, tables, ROTATION: tl.constexpr, BY_CHANNEL: tl.constexpr
 ):
-    """Of each tile of channels that are mixed, from `first` on, with the matrix of CHUNK."""
+    """The products of each tile of mixed channels, from `first` on, with the matrix of CHUNK."""
     HALF: tl.constexpr = ROTATION.HALF
     # With their partners and angles in fp32, fewer columns at a time have room in registers
     COUNT: tl.constexpr = CHUNK // 2 if HALF > 0 else CHUNK

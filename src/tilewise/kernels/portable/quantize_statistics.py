@@ -35,7 +35,7 @@ inf = tl.constexpr(float("inf"))
 
 
 class Statistics(NamedTuple):
-    """Of each block of rows: (blocks, nheads, headdim), fp32."""
+    """The statistics of each block of rows: (blocks, nheads, headdim), fp32."""
 
     sums: Any
     highs: Any  # None where no scale is wanted
@@ -53,7 +53,9 @@ def rows_of_sums(hadamard, half):
 
 @triton.jit
 def quantize_statistics_kernel(a, b, OF_A: tl.constexpr, OF_B: tl.constexpr, BLOCKS: tl.constexpr):
-    """Of each block, or of some, of two operands, or of one; BLOCKS a program."""
+    """Finds the statistics of each block, or of some, of two operands, or of one; BLOCKS per
+    program.
+    """
     program = tl.program_id(0)
     of_a = programs_of(a, OF_A, BLOCKS)
     if OF_B is None:
@@ -67,7 +69,7 @@ def quantize_statistics_kernel(a, b, OF_A: tl.constexpr, OF_B: tl.constexpr, BLO
 
 @triton.jit
 def find_statistics(operand, program, FORM: tl.constexpr, BLOCKS: tl.constexpr):
-    """Of blocks that are looked at."""
+    """Finds the statistics of the blocks that count."""
     end = BLOCKS
     if BLOCKS > 1 and operand.blocks.cu_seqlens is None:
         first, _, _ = find_columns(operand, program, 0, FORM, BLOCKS)
@@ -85,7 +87,7 @@ def find_statistics(operand, program, FORM: tl.constexpr, BLOCKS: tl.constexpr):
 
 @triton.jit
 def find_sums(operand, block, begin, FORM: tl.constexpr):
-    """Of a block's columns, and their extremes where a scale is wanted."""
+    """Finds the sums of a block's columns, and their extremes if a scale is wanted."""
     ROTATION: tl.constexpr = FORM.ROTATION
     COLUMNS: tl.constexpr = columns_of(ROTATION.D, ROTATION.HADAMARD)
     # Rows along the second dimension of a product are in few threads
@@ -167,7 +169,9 @@ def find_largest(operand, block, begin, FORM: tl.constexpr):
 
 @triton.jit
 def quantize_means_kernel(a, b, OF_A: tl.constexpr, OF_B: tl.constexpr):
-    """Of each sequence and head of one operand or two, and the largest magnitudes without them."""
+    """Finds the means of each sequence and head of one operand or two, and the largest magnitudes
+    without them.
+    """
     program = tl.program_id(0)
     if OF_B is None:
         find_mean(a, program, OF_A)

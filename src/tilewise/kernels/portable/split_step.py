@@ -63,7 +63,7 @@ def beside_sums(alpha, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def spread_sums(states, BLOCK_N: tl.constexpr):
-    """Those of no keys, with a row's sums apart, (BLOCK_M, BLOCK_N // 4)."""
+    """The states without keys, with a row's sums apart, (BLOCK_M, BLOCK_N // 4)."""
     found = ()
     for i in tl.static_range(len(states)):
         acc_o, m_i, l_i = states[i]
@@ -91,7 +91,7 @@ def halvings(n):
 
 @triton.jit
 def sums_in_pairs(x):
-    """Of each row, (BLOCK_M,)."""
+    """The sum of each row, pair by pair, (BLOCK_M,)."""
     for _ in tl.static_range(halvings(x.shape[1])):
         x = tl.sum(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)), 2)
     return tl.reshape(x, (x.shape[0],))

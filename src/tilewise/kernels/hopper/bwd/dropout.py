@@ -22,7 +22,7 @@ PAIRS = gl.constexpr(32)  # of a thread in (64, 64)
 
 @gluon.constexpr_function
 def selection():
-    """Of each of 32 elements the first or the second, by a bit of a word that all of them have.
+    """Assembly that selects the first or the second of each of 32 elements, by a bit of one word.
 
     Bits of one byte follow each other: only then does ptxas move seven at a time into predicates
     (R2P), instead of testing each.

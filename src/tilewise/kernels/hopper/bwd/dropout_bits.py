@@ -39,7 +39,7 @@ def draw_keep_bits(stream, m_start, n_start, threshold, M: gl.constexpr):
 
 @gluon.jit
 def draw_word(stream, m_start, n_start, threshold):
-    """The same for 64 queries: (32, 4)."""
+    """Draws the bits of `draw_keep_bits` for 64 queries: (32, 4)."""
     LAYOUT: gl.constexpr = half_groups()
     row = gl.arange(0, 16, row_of(LAYOUT))[:, None]
     r = gl.arange(0, 8, column_of(LAYOUT))[None, :]

@@ -262,7 +262,7 @@ class Backward:
 
 
 def readable(problem: Problem, saved: Saved) -> Saved:
-    """The same, of which the kernels can read all."""
+    """The saved tensors, with copies of those that kernels cannot read."""
     (dout,) = in_padded_rows(saved.dout)  # such as the expanded gradient of a sum
     dlse = None if saved.dlse is None else saved.dlse.contiguous()
     q, k, v = saved.q, saved.k, saved.v

@@ -52,5 +52,5 @@ def heads_per_l2_group(problem: Problem, q: Tensor) -> int:
 
 
 def bytes_of_row(problem: Problem, q: Tensor) -> int:
-    """Of a query, with its dO and its dQ in fp32."""
+    """The bytes of a query, with its dO and its dQ in fp32."""
     return (problem.headdim + problem.headdim_v) * q.itemsize + problem.headdim * 4

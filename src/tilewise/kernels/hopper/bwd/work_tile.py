@@ -77,7 +77,7 @@ def open_key_tile(tile, modifiers, call, FEATURES: gl.constexpr, TILE: gl.conste
 
 @gluon.jit
 def open_packed_tile(found, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
-    """The same for packed sequences."""
+    """The work tile of a found tile of packed sequences."""
     batch = found.batch
     offsets = offsets_of(batch, call.sizes, call.optionals, FEATURES)
     lengths = lengths_in(offsets, batch, call.optionals, FEATURES)

@@ -16,7 +16,7 @@ from .scales import Rows
 
 
 class Entries(NamedTuple):
-    """Of a block of keys."""
+    """The page table entries of a block of keys."""
 
     pages: Any  # as the table has them: an entry a lane, or that of all keys
     place: gl.tensor  # in the table, of the first key's page
@@ -25,7 +25,7 @@ class Entries(NamedTuple):
 
 @gluon.jit
 def first_entries(n, work, keys, table, BOX: gl.constexpr, N: gl.constexpr):
-    """Of a part's first block, from key n on."""
+    """Looks up the entries of a part's first block, from key n on."""
     if table.page_table is None:
         return Entries(work.batch, n, n)
     else:
@@ -36,7 +36,7 @@ def first_entries(n, work, keys, table, BOX: gl.constexpr, N: gl.constexpr):
 
 @gluon.jit
 def next_entries(before, n, work, keys, table, BOX: gl.constexpr, N: gl.constexpr):
-    """Of the block after another one, from key n on."""
+    """Looks up the entries of the next block, from key n on."""
     if BOX < N or table.page_table is None:
         return first_entries(n, work, keys, table, BOX, N)
     else:  # pages are whole blocks
@@ -79,7 +79,7 @@ def page_of(pages, i, BOX: gl.constexpr, N: gl.constexpr):
 
 @gluon.jit
 def look_up_rows(key, page_size, work, keys, table):
-    """Of keys by themselves: their entries as the table has them, and their rows in these pages."""
+    """Looks up keys one by one: their pages in the table, and their rows in these pages."""
     if table.page_table is None:
         return work.batch, key
     else:

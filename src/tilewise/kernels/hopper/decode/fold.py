@@ -93,9 +93,9 @@ def fold_rows(
 def fold_ahead(
     work, first_row, first_column, output, call, FEATURES: gl.constexpr, TILE: gl.constexpr
 ):
-    """The same of a slice: while STATES_AHEAD states are folded, as many others are in flight.
-    Only the first of these groups may be short, so the others are loaded without masks; there a row
-    that is no query has the numbers of one.
+    """Folds a slice of rows and columns: while STATES_AHEAD states are folded, as many others are
+    in flight. Only the first of these groups may be short, so the others are loaded without masks;
+    there a row that is no query has the numbers of one.
     """
     AT_ONCE: gl.constexpr = STATES_AHEAD
     LAYOUT: gl.constexpr = in_pieces(FOLD_COLUMNS, 2, WARPGROUP_WARPS)

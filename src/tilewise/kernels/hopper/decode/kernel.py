@@ -145,7 +145,7 @@ def hopper_decode_kernel(
 
 @gluon.constexpr_function
 def registers_of(cache, programs, is_copy):
-    """Of a thread that starts copies, or copies rows or their scales itself."""
+    """Registers per thread of a warp that starts copies, or copies rows or their scales itself."""
     if cache == "":
         return 96 if is_copy else 56
     if programs == 1:

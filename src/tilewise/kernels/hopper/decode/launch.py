@@ -57,7 +57,7 @@ def refusal(cached: Cached) -> str | None:
     if problem.dtype.itemsize != 2:
         return "they multiply 16-bit elements, which the queries must have"
     if problem.group > ROWS:
-        return f"{problem.group} query heads a key head are more than {ROWS} rows"
+        return f"{problem.group} query heads per key head are more than {ROWS} rows"
     if max(problem.headdim, problem.headdim_v) > 256:
         return "headdim is over 256"
     unit = ALIGNMENT // k.itemsize
@@ -65,7 +65,7 @@ def refusal(cached: Cached) -> str | None:
         return f"TMA copies rows of a multiple of {unit} elements of {k.dtype}"
     block_n = tile_of(problem).BLOCK_N
     if cached.piece_size % block_n:
-        return f"split_size={cached.piece_size} is no multiple of {block_n} keys"
+        return f"split_size={cached.piece_size} is not a multiple of {block_n} keys"
     return misplaced(CACHE["hopper"], q=cached.q, k=k, v=cached.v)
 
 

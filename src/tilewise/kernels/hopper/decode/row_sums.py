@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def sums_of_threads(p):
-    """Of a block: (BLOCK_M, 4, 8)."""
+    """The sums that each thread has of a block, (BLOCK_M, 4, 8)."""
     M: gl.constexpr = p.shape[0]
     N: gl.constexpr = p.shape[1]
     return gl.sum(gl.sum(p.reshape([M, N // 64, 4, 2, 8]), 3), 1)

@@ -12,8 +12,8 @@ from ....tile.types import Numbers
 
 
 class Scales(NamedTuple):
-    """Of keys and of values, fp32, and their strides, over sequences, or over pages where each row
-    has its own; all None where there are none.
+    """The scales of keys and of values, fp32, and their strides, over sequences, or over pages if
+    each row has a scale; all None without scales.
     """
 
     k: Any = None
@@ -35,7 +35,7 @@ class Rows(NamedTuple):
 
 
 class RowScales(NamedTuple):
-    """Of a side whose rows have their own: memory, and strides."""
+    """The scales per row of keys or values: memory, and strides."""
 
     ptr: Any
     batch: Any
@@ -45,13 +45,13 @@ class RowScales(NamedTuple):
 
 @gluon.jit
 def k_rows(scales):
-    """Of keys."""
+    """The scales per row of keys."""
     return RowScales(scales.k, scales.k_batch, scales.k_row, scales.k_head)
 
 
 @gluon.jit
 def v_rows(scales):
-    """Of values."""
+    """The scales per row of values."""
     return RowScales(scales.v, scales.v_batch, scales.v_row, scales.v_head)
 
 

@@ -185,7 +185,7 @@ def tile_keys(start, seqlen_q, seqlen_k, call, FEATURES: gl.constexpr, ROWS: gl.
 
 @gluon.jit
 def keys_of(work, call, FEATURES: gl.constexpr, ROWS: gl.constexpr):
-    """The same of what a message says."""
+    """The keys of `tile_keys` for the tile of a message."""
     return tile_keys(work.start, work.seqlen_q, work.seqlen_k, call, FEATURES, ROWS)
 
 

@@ -244,8 +244,8 @@ def transposing_of(v_t: Tensor, plan: Fp8Plan, l2_group: int) -> Transposing:
 
 
 def readable(given: Quantized) -> Quantized:
-    """The same tensors, or copies where TMA cannot read them. Packed sequences without any key get
-    a row that is none of theirs, as a descriptor of no rows is invalid.
+    """The tensors, with copies of those that TMA cannot read. Packed sequences without any key get
+    one row that no sequence has, as a descriptor without rows is invalid.
     """
     k = given.k if given.k.shape[1] else given.k.new_zeros(1, 1, *given.k.shape[2:])
     v_t = in_units(given.v_t, "v_t")
@@ -257,8 +257,8 @@ def in_units(x: Tensor, name: str) -> Tensor:
     if aligned(x):
         return x
     warn_slow(
-        f"{name} in FP8 is copied: its rows, heads and batches must start at multiples of {UNIT} "
-        f"bytes, and none be expanded, for TMA: {name}.clone() does that"
+        f"{name} in FP8 is copied, because TMA needs rows, heads and batches that start at "
+        f"multiples of {UNIT} bytes and are not expanded: {name}.clone() gives both"
     )
     return in_own_memory(x)
 

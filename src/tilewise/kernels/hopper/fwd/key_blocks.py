@@ -29,7 +29,7 @@ class KeyBlock(NamedTuple):
 
 
 class RaggedKeyBlock(NamedTuple):
-    """The same where a sequence may end inside the tensor: see `tma`."""
+    """The coordinates of a block of keys where a sequence may end inside the tensor: see `tma`."""
 
     head: tuple  # of K, and of V
     stop: gl.tensor
@@ -38,7 +38,7 @@ class RaggedKeyBlock(NamedTuple):
 
 
 class PagedKeyBlock(NamedTuple):
-    """The same where keys lie in pages."""
+    """The coordinates of a block of keys in pages."""
 
     pages: gl.tensor  # of short ones an entry a lane, else one
     row: gl.tensor  # of the first key, in its page
@@ -48,7 +48,7 @@ class PagedKeyBlock(NamedTuple):
 
 
 class TransposedBlock(NamedTuple):
-    """The same in FP8: a row of K, and a column of V^T."""
+    """The coordinates of a block of keys in FP8: a row of K, and a column of V^T."""
 
     batch: gl.tensor
     head: gl.tensor
@@ -99,8 +99,9 @@ def block_of(work, batch, head_k, n_start, sources, FEATURES: gl.constexpr, TILE
 def load_rows(
     sources, block, WHICH: gl.constexpr, full, buffer, pred, step, TILE: gl.constexpr, first=0
 ):
-    """Of K (WHICH is 0), columns from `first` on, or V. V_FLAT rows hold all heads, `step` elements
-    apart; a copy begins at a multiple of 16 bytes, and so with up to 7 elements of the head before.
+    """Loads K (WHICH is 0), columns from `first` on, or V. V_FLAT rows hold all heads, `step`
+    elements apart; a copy begins at a multiple of 16 bytes, and so with up to 7 elements of the
+    head before.
     """
     desc = sources.k if WHICH == 0 else sources.v
     shape: gl.constexpr = desc.block_type.shape

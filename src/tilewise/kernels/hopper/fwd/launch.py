@@ -368,7 +368,7 @@ def queue_of(problem: Problem, tile: Pipeline, q: Tensor, k: Tensor, packed: int
 
 
 def heads_per_l2_group(problem: Problem, seqlen_k: int, heads: int, sharing: int) -> int:
-    """Of so many heads those whose tiles are mixed, `sharing` of which read the same keys.
+    """The number of heads whose tiles are interleaved; `sharing` of them read the same keys.
 
     Without a causal mask one: neighbours find in the L2 cache what they both read. So do tiles of a
     block mask, as only lists on the device say which are long. Else those whose keys and values

@@ -86,8 +86,8 @@ class RunsForward:
     def again(
         self, q: Tensor, k: int, v: int, extras: Sequence[Tensor | None], words: Tensor
     ) -> tuple[Tensor, Tensor] | None:
-        """The same of an aligned q and of k and v at these addresses, with ALiBi's slopes and
-        sinks; None before the first launch.
+        """Relaunches for an aligned q and for k and v at these addresses, with ALiBi's slopes and
+        sinks: `out` and `lse`, or None before the first launch.
         """
         relaunch, device = self.relaunch, self.device
         if relaunch is None or self.table is None or not may_relaunch(device):

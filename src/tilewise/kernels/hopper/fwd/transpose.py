@@ -105,8 +105,8 @@ def reading(columns):
 
 @gluon.constexpr_function
 def writing(columns):
-    """The same numbers, in the same threads, as rows and columns of V^T: 8 neighbouring columns of
-    each of 8 rows, and four threads fill 32 bytes.
+    """The layout of the numbers of `reading`, in the same threads, as rows and columns of V^T: 8
+    neighbouring columns of each of 8 rows, and four threads fill 32 bytes.
     """
     registers = [[0, 1], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
     lanes = [[0, 8], [0, 16], [8, 0], [16, 0], [32, 0]]
