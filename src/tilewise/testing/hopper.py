@@ -27,7 +27,7 @@ the hardware leaves undefined is made to show: copies land late, unwritten memor
 >>> def show(cta, partition, event, detail):
 ...     print(f"{event:16}{detail}")
 >>> emulate(copy_kernel, seed=0, trace=show)[(1,)](x_desc, y_desc)
-init            full[0] for 1 arrivals
+init            full[0] for 1 arrival
 fence           1 writes
 expect          full[0] 4096 bytes
 TMA load        tile from [0, 0], 4096 bytes
