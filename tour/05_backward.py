@@ -218,7 +218,7 @@ def check(name, backward, q, k, v, dout):
             assert_within(got, right, usual, f"{what} of {name}")
             off, torchs = ((x.double() - right).abs().max() for x in (got, usual))
             line.append(f"{what} off by {off:.4f} (torch {torchs:.4f})")
-        print(f"{name}, {'causal' if causal else 'full'}: {', '.join(line)}")
+        print(f"{name}, {'causal' if causal else 'full'}:", *line, sep="\n    ")
 
 
 inputs = torch.randn(4, 1, 2, 150, 64).to(DEVICE, torch.bfloat16).unbind(0)

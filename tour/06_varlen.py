@@ -285,8 +285,8 @@ for dynamic in (False, True):
     mean, taken_by = running_mean(values, ragged, 4, dynamic)
     kind = "dynamic" if dynamic else "static"
     error = (mean.double() - expected).abs().max().item()
-    print(f"{kind:7}, {len(ragged)} sequences: off by {error:.4f}; ", end="")
-    print(f"tiles 0 to 11 went to programs {taken_by[:12].tolist()}")
+    print(f"{kind:7}, {len(ragged)} sequences: off by {error:.4f}")
+    print(f"    tiles 0 to 11 went to programs {taken_by[:12].tolist()}")
     # rounded once, at the end
     assert_within(mean, expected, expected.bfloat16(), kind)
     assert (taken_by >= 0).sum() == len(list(varlen.tiles(ragged, 2, 64)))

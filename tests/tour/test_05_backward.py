@@ -25,7 +25,7 @@ def test_it_says_what_it_checked_and_draws(ran):
     _, said, pictures, _ = ran
     for name in ("the lesson's kernel", "tilewise, portable"):
         for kind in ("full", "causal"):
-            assert f"{name}, {kind}: dq off by 0.0" in said
+            assert f"{name}, {kind}:\n    dq off by 0.0" in said
     assert [path.name for path in pictures] == ["05_account.png"]
     assert "aten::_softmax" in said
 

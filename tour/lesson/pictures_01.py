@@ -79,10 +79,11 @@ def bandwidth(figures, add, bytes_moved):
     largest = 1 << max(LOGS)
     for name, line in by_size.items():
         print(f"{name:>7}: {line[largest]:6.0f} GB/s for {largest:,} elements")
-    for name, line in by_block.items():
+    for place, (name, line) in enumerate(by_block.items()):
+        if not place:
+            print("  block" + "".join(f"{block:7}" for block in line))
         print(
-            f"{name:>7}: "
-            + "  ".join(f"{block}: {speed:.0f}" for block, speed in line.items())
+            f"{name}" + "".join(f"{speed:7.0f}" for speed in line.values()), "GB/s"
         )
 
 

@@ -123,10 +123,8 @@ def tiles(figures, fa2, seqlen=4096):
                         f"{row['tflops']:.0f}",
                     )
                 )
-        print(
-            "the library's portable kernel, 3 stages, headdim 128:",
-            machine_of(rows),
-        )
+        print("the library's portable kernel, 3 stages, headdim 128")
+        print(machine_of(rows))
         return
     q, k, v = (
         torch.randn(3, 4, HEADS, seqlen, HEADDIM, device=DEVICE)

@@ -95,8 +95,8 @@ def operations(
         "FA2": build(fa2_kernel, x, x, x, x, rows, 4096, 0.1, **sizes),
     }
     kinds = ("mul", "fma", "add", "sub", "max", "ex2", "div")
-    heads = " ".join(f"{kind:>5}" for kind in kinds)
-    print(f"{'':25} formula  counted: {heads}   registers")
+    heads = " ".join(f"{kind:>4}" for kind in kinds)
+    print(f"{'':24} formula  counted {heads} registers")
     sums = {}
     for name, kernel in built.items():
         loop = innermost_loop(kernel.asm["ptx"])
@@ -104,9 +104,9 @@ def operations(
         counts = [count * 32 * warps / block_m / block_n for count in found]
         sums[name] = sum(counts)
         formula = 5 + (1 if name == "FA2" else 3) * headdim / block_n
-        line = " ".join(f"{count:5.2f}" for count in counts)
+        line = " ".join(f"{count:4.2f}" for count in counts)
         registers = stats(kernel)["registers"]
-        print(f"{name:25} {formula:7.1f} {sums[name]:8.2f} {line} {registers:11}")
+        print(f"{name:24} {formula:7.1f} {sums[name]:8.2f} {line} {registers:9}")
     return sums
 
 
@@ -156,11 +156,8 @@ def speed(figures, standard, fa1, fa2):
     fig, axes = plt.subplots(
         1, 2, figsize=(9, 4.2), sharey=True, layout="constrained"
     )
-    print(
-        f"{'TFLOP/s at':20}",
-        "  ".join(f"{n:6}" for n in LENGTHS),
-        f"  ({figures.machine})",
-    )
+    print(figures.machine)
+    print(f"{'TFLOP/s at':20}", "  ".join(f"{n:6}" for n in LENGTHS))
     for ax, causal in zip(axes, (False, True)):
         kind, speeds = "causal" if causal else "full", {name: {} for name in NAMES}
         for seqlen in LENGTHS:

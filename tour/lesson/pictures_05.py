@@ -192,8 +192,9 @@ def account(figures):
     fig.suptitle("GPT-2 medium, the attention of one layer, batch 64", fontsize=10)
     fig.tight_layout()
     show(fig, "05_account")
+    print(figures.machine)
     for name, ms in train_ms.items():
-        print(f"{name:10} {ms:6.2f} ms forward and backward   ({figures.machine})")
+        print(f"{name:10} {ms:6.2f} ms forward and backward")
 
 
 def trainings():

@@ -49,12 +49,12 @@ SETS = {
 
 def padding():
     """Prints what share of a padded batch is real."""
+    print(f"{'':13} sequences  longest  real: rows        pairs")
     for name, lengths in SETS.items():
         rows = sum(lengths) / (len(lengths) * max(lengths))
         pairs = sum(n * n for n in lengths) / (len(lengths) * max(lengths) ** 2)
-        line = f"{name:13} {len(lengths):3} sequences, longest {max(lengths):5}"
-        real = f"{100 * rows:4.1f} % of the rows are real"
-        print(f"{line}: padded, {real} and {100 * pairs:4.1f} % of the pairs")
+        line = f"{name:13} {len(lengths):9} {max(lengths):8}"
+        print(f"{line} {100 * rows:10.1f} % {100 * pairs:10.1f} %")
 
 
 def tile_numbers(lengths):
