@@ -95,7 +95,7 @@ def attention_reference(
             ALiBi do not use it.
         page_table: int32 (batch, pages). The keys of a KV cache are gathered, sequence by sequence.
         k_descale: scale of an 8-bit cache, which is dequantised before the matmuls.
-        v_descale: the same for v.
+        v_descale: as k_descale, for v.
 
     Returns:
         out, and with `return_lse` lse, as `tilewise.attention`.

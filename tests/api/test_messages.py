@@ -5,6 +5,7 @@ A message that changes on purpose, and the messages of new calls, are written by
     PYTHONPATH=src:tests python tests/api/test_messages.py
 """
 
+import inspect
 import re
 import textwrap
 import warnings
@@ -17,7 +18,7 @@ import torch.nn.attention.flex_attention
 import tilewise
 import tilewise.bert_padding
 import tilewise.distributed
-from tilewise import errors
+from tilewise import errors, keywords
 
 PAGE = Path(__file__).with_name("messages.txt")
 
@@ -83,6 +84,17 @@ def test_warnings_that_a_page_quotes_exist():
     source = "\n".join(path.read_text("utf-8") for path in sources)
     joined = re.sub(r'["\']\n +f?["\']', "", source)  # a text that goes on in the next line
     assert [x for x in parts if x not in joined] == []
+
+
+def test_functions_of_attentions_arguments_answer_unknown_ones():
+    """They end in `**unknown`, which their signatures do not show."""
+    passing = "flash_attn_combine", "flash_attn_varlen_qkvpacked_func"
+    passing = *passing, "flash_attn_varlen_kvpacked_func"  # options of flash_attn_varlen_func
+    for name in tilewise.__all__:
+        if re.search("attn|attention|quantize$", name) and name not in passing:
+            shown = inspect.signature(getattr(tilewise, name)).parameters
+            assert keywords._arguments[f"tilewise.{name}"] == list(shown)
+            assert "unknown" not in shown
 
 
 if __name__ == "__main__":

@@ -242,8 +242,8 @@ class Layout:
             if self.ranks == 1:
                 return [x]
             raise ArgumentError(
-                "this layout was made for a number of ranks: make it with a process group to "
-                "exchange parts, or pass a list of all parts"
+                "this layout has no process group: make it with one to exchange parts, or pass a "
+                "list of all parts"
             )
         dim = self._dim(x, dim)
         x = x.detach().movedim(dim, 0)

@@ -67,7 +67,7 @@ def append(
             (nheads_k,) and (batch, nheads_k), which needs `seqused_k`, are read. A shape as k_cache
             without headdim is written: each new row and head gets its largest magnitude divided by
             448 or 127.
-        v_descale: the same for v_cache.
+        v_descale: as k_descale, for v_cache.
 
     Raises:
         ArgumentError: an argument is wrong.

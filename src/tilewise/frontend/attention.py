@@ -171,7 +171,7 @@ def attention(
         k_descale: fp32 scale for an 8-bit k: (), one per key head (nheads_k,), per sequence and key
             head (batch, nheads_k), or per row, shaped as k without headdim; None is 1. Unused rows
             may have any scale.
-        v_descale: the same for v.
+        v_descale: as k_descale, for v.
         out_dtype: dtype of `out` for FP8 q, k and v: bfloat16 (default), float16 or float32.
         backward: "bf16": straight-through gradients for the tensors that were quantised, computed
             in bfloat16 on the dequantised values.

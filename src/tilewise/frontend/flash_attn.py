@@ -87,8 +87,8 @@ def flash_attn_func(
         pack_gqa: a hint, checked and without effect.
         q_descale: with q, k and v of float8_e4m3fn, as in `tilewise.attention`; in place of q, k
             and v there may be what `tilewise.quantize` returns, None and None.
-        k_descale: the same for k.
-        v_descale: the same for v.
+        k_descale: as q_descale, for k.
+        v_descale: as k_descale, for v.
         out_dtype: dtype of `out` for FP8 q, k and v.
 
     Returns:

@@ -24,7 +24,7 @@ def batch_invariant(enabled: bool = True) -> BatchInvariant:
         >>> out.shape
         torch.Size([1, 3, 4, 16])
 
-    Such calls then sum keys in pieces of `split_size=None`'s table: 512 for up to 4 query heads a
+    Such calls then sum keys in pieces of `split_size=None`'s table: 512 for up to 4 query heads per
     key head, 1024 for up to 8, 2048 for more. A `split_size` of a call's own wins. Without it a
     row's bits depend on its own sequence and the form of the call, not on its batch, and chunks of
     many queries may be faster (see the page on the cache). TILEWISE_BATCH_INVARIANT=1 in the

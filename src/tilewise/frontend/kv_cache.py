@@ -102,7 +102,7 @@ def flash_attn_with_kvcache(
         rotary_seqlens: int32 (batch,), replaces cache_seqlens for rotary positions.
         k_descale: fp32 scales for a float8_e4m3fn or int8 cache, as in `tilewise.attention`; for
             new keys as in `tilewise.cache.append`.
-        v_descale: the same for v_cache.
+        v_descale: as k_descale, for v_cache.
         out: written in place and returned.
 
     The other arguments are those of `flash_attn_func`. `num_splits`, `max_seqlen_q`,

@@ -75,7 +75,7 @@ def quantize(
             with `causal=True`; queries before the first key have position 0. The tables have no
             gradient.
         cu_seqlens_q: as in `tilewise.attention`; pass the same there.
-        cu_seqlens_k: the same for keys.
+        cu_seqlens_k: as cu_seqlens_q, for keys.
         seqused_k: keys in use per sequence; the others do not count and may have any values.
         seqused_q: queries in use per packed sequence, likewise.
         layout: "bshd" or "bhsd", for q, k and v; a `Quantized` has its own order.

@@ -213,7 +213,7 @@ def _transformed(*given, **options) -> Tensor:
     """Inside of vmap, grad and other functorch transforms, which look below this operator."""
     out = _torchs(*given, **options)
     warn_slow(
-        "torch's own kernels compute scaled_dot_product_attention inside of torch.func's "
+        "torch's own kernels compute scaled_dot_product_attention inside torch.func's "
         "transforms: call tilewise.scaled_dot_product_attention there"
     )
     return out
