@@ -199,7 +199,7 @@ def refused(rank):
         "method='rings'": (dict(method="rings"), ArgumentError),
         "causal='left'": (dict(causal="left"), ArgumentError),
         "the order of dimensions is order=": (dict(layout="bhsd"), ArgumentError),
-        "its process group|their": (dict(layout=td.contiguous(20, 2)), ArgumentError),
+        "without a process group": (dict(layout=td.contiguous(20, 2)), ArgumentError),
         "unexpected keyword": (dict(causl=True), TypeError),
     }
     for match, (asked, error) in wanted.items():
