@@ -21,6 +21,8 @@ from .layout import Layout
 class ContextParallel(ParallelStyle):
     """A `ParallelStyle` that enters `context_parallel` around a module's forward.
 
+    Example::
+
         layout = td.zigzag(seqlen, mesh["cp"])
         parallelize_module(model, mesh["cp"], {"layers.*.attention": td.ContextParallel(layout)})
 
