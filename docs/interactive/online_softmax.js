@@ -3,12 +3,14 @@
 // m is the largest score so far, l the sum of e^(s - m), o the sum of e^(s - m) v. A new block can
 // only raise m; what was summed before is then too large, and alpha = e^(m_before - m) corrects it.
 
+import { say } from "./words.js";
+
 /** Numbers separated by commas or spaces; "-inf" is a masked score. */
 export function parseNumbers(text) {
   const words = text.split(/[\s,;]+/).filter((word) => word);
   const numbers = words.map((word) => (/^-(inf|∞)/i.test(word) ? -Infinity : Number(word)));
   const wrong = words.find((_, i) => Number.isNaN(numbers[i]) || numbers[i] === Infinity);
-  return { numbers, problem: wrong === undefined ? "" : `"${wrong}" is no finite number or -inf` };
+  return { numbers, problem: wrong === undefined ? "" : say('"{0}" is no finite number or -inf', wrong) };
 }
 
 /** The state before any block, then one after each block. */

@@ -2,6 +2,7 @@
 
 import { choice, draw, field, make, onWidth, short, stepper, table } from "./dom.js";
 import { direct, finish, parseNumbers, walk } from "./online_softmax.js";
+import { say } from "./words.js";
 
 const MOST = 16;
 const HEIGHT = 190;
@@ -22,24 +23,24 @@ export function mount(root) {
   const block = choice([1, 2, 3, 4], 2, read);
   const problem = make("p", { class: "problem", role: "alert" });
   const chart = make("div", { class: "chart" });
-  const sums = make("pre", { class: "sums", tabindex: 0, "aria-label": "This step in numbers" });
+  const sums = make("pre", { class: "sums", tabindex: 0, "aria-label": say("This step in numbers") });
   const history = make("div", {
     class: "scroll",
     tabindex: 0,
     role: "region",
-    "aria-label": "All steps so far",
+    "aria-label": say("All steps so far"),
   });
   const said = make("p", { class: "said", "aria-live": "polite" });
-  const steps = stepper("Step of the row", (step) => ((shown.step = step), render()));
+  const steps = stepper(say("Step of the row"), (step) => ((shown.step = step), render()));
   logits.addEventListener("input", read);
   values.addEventListener("input", read);
   root.replaceChildren(
     make(
       "div",
       { class: "fields" },
-      field("Scores of one row (−inf: masked)", logits),
-      field("A value for each key", values),
-      field("Keys a block", block),
+      field(say("Scores of one row (−inf: masked)"), logits),
+      field(say("A value per key"), values),
+      field(say("Keys per block"), block),
     ),
     ...[problem, steps.element, said, chart, sums, history],
   );
@@ -48,10 +49,10 @@ export function mount(root) {
     const [s, v] = [parseNumbers(logits.value), parseNumbers(values.value)];
     const count = s.numbers.length;
     let wrong = s.problem || v.problem;
-    if (!wrong && (count === 0 || count > MOST)) wrong = `between 1 and ${MOST} scores, please`;
+    if (!wrong && (count === 0 || count > MOST)) wrong = say("between 1 and {0} scores, please", MOST);
     if (!wrong && v.numbers.length !== count)
-      wrong = `${count} scores and ${v.numbers.length} values`;
-    if (!wrong && !v.numbers.every(Number.isFinite)) wrong = "values must be finite";
+      wrong = say("{0} scores and {1} values", count, v.numbers.length);
+    if (!wrong && !v.numbers.every(Number.isFinite)) wrong = say("values must be finite");
     problem.textContent = wrong;
     if (wrong) return;
     shown.block = Number(block.value);
@@ -79,22 +80,23 @@ function stateOf({ states, step }) {
 
 function sentence({ states, step, logits, values }) {
   const state = stateOf({ states, step });
-  if (step === 0) return "Before the first block: m is −∞, and l and O are 0.";
+  if (step === 0) return say("Before the first block: m is −∞, and l and O are 0.");
   if (step === states.length) {
     const [ours, all] = [finish(state), direct(logits, values)];
     const off = Math.abs(ours.out - all.out);
     const gap = off === 0 ? "0" : short(off, 6);
-    return (
-      `O / l = ${short(ours.out, 6)}. All scores at once give ${short(all.out, 6)}: ` +
-      `the difference is ${gap}.`
+    return say(
+      "O / l = {0}. All scores at once give {1}: the difference is {2}.",
+      ...[short(ours.out, 6), short(all.out, 6), gap],
     );
   }
-  const seen = `Block ${step}, keys ${state.first} to ${state.stop - 1}: `;
-  if (state.m === -Infinity) return seen + "every score is masked, and nothing is added.";
-  if (state.before === -Infinity) return seen + `the first maximum is ${short(state.m)}.`;
+  const seen = say("Block {0}, keys {1} to {2}: ", step, state.first, state.stop - 1);
+  if (state.m === -Infinity) return seen + say("every score is masked, and nothing is added.");
+  if (state.before === -Infinity) return seen + say("the first maximum is {0}.", short(state.m));
   return state.m > state.before
-    ? seen + `the maximum rises, so l and O shrink to ${short(state.alpha)} of what they were.`
-    : seen + "the maximum stays, alpha is 1, and nothing is rescaled.";
+    ? seen +
+        say("the maximum rises, so l and O shrink to {0} of what they were.", short(state.alpha))
+    : seen + say("the maximum stays, alpha is 1, and nothing is rescaled.");
 }
 
 function inNumbers({ states, step }) {
@@ -121,14 +123,15 @@ function historyOf({ states, step }) {
   const rows = states
     .slice(0, step + 1)
     .map((state, i) => [
-      i === 0 ? "start" : `block ${i}`,
+      i === 0 ? say("start") : say("block {0}", i),
       ...[state.blockMax, state.m, state.alpha, state.l, state.o].map((x) => short(x)),
     ]);
   if (step === states.length) {
     const { out, lse } = finish(states[states.length - 1]);
-    rows.push(["end", "", "", "", `lse ${short(lse)}`, `out ${short(out)}`]);
+    rows.push([say("end"), "", "", "", `lse ${short(lse)}`, `out ${short(out)}`]);
   }
-  return table("What is kept after each block", ["", "max of block", "m", "alpha", "l", "O"], rows);
+  const heads = ["", say("max of block"), "m", "alpha", "l", "O"];
+  return table(say("What is kept after each block"), heads, rows);
 }
 
 /** Scores above, with m as a line; below what each key weighs under the present m. */
@@ -142,12 +145,15 @@ function bars(shown) {
   const y = (s) => 22 + (high - s) * scale;
   const picture = draw("svg", {
     ...{ width, height: HEIGHT + 40, viewBox: `0 0 ${width} ${HEIGHT + 40}`, role: "img" },
-    "aria-label": `Scores ${logits.map((s) => short(s, 2)).join(", ")}; m is ${short(state.m)}`,
+    "aria-label": say(
+      "Scores {0}; m is {1}",
+      ...[logits.map((s) => short(s, 2)).join(", "), short(state.m)],
+    ),
   });
   const heading = (text, at) => draw("text", { x: 2, y: at, class: "caption" }, text);
   picture.append(
-    heading("scores s, and m (dashed)", 12),
-    heading("weights exp(s − m) so far", 146),
+    heading(say("scores s, and m (dashed)"), 12),
+    heading(say("weights exp(s − m) so far"), 146),
   );
   const isStep = shown.step > 0 && shown.step < shown.states.length;
   logits.forEach((s, i) => {

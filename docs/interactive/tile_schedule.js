@@ -1,5 +1,7 @@
 // The tile scheduler of ragged batches: the twin of tilewise.testing.schedule, line for line.
 
+import { say } from "./words.js";
+
 /** The tiles of a packed batch in the order of their numbers: batch, head, block. */
 export function tiles(lengths, nheads, block, longestFirst) {
   const found = [];
@@ -64,9 +66,9 @@ export function parseLengths(text, most, longest) {
   const words = text.split(/[\s,;]+/).filter((word) => word);
   const lengths = words.map(Number);
   const wrong = words.find((_, i) => !Number.isInteger(lengths[i]) || lengths[i] < 0);
-  if (wrong !== undefined) return { lengths, problem: `"${wrong}" is no length` };
+  if (wrong !== undefined) return { lengths, problem: say('"{0}" is no length', wrong) };
   const long = lengths.find((length) => length > longest);
-  if (long !== undefined) return { lengths, problem: `${long} is over ${longest}` };
-  const problem = lengths.length > most ? `more than ${most} sequences` : "";
+  if (long !== undefined) return { lengths, problem: say("{0} is over {1}", long, longest) };
+  const problem = lengths.length > most ? say("more than {0} sequences", most) : "";
   return { lengths, problem };
 }

@@ -2,14 +2,15 @@
 
 import { choice, draw, field, make, onWidth, stepper, table, tick } from "./dom.js";
 import { busy, letter, makespan, parseLengths, plan } from "./tile_schedule.js";
+import { say } from "./words.js";
 
 const [MOST, LONGEST, MOST_TILES] = [64, 16384, 2000];
 // Okabe and Ito's colours, distinct under colour blindness; letters repeat the distinction.
 const COLOURS = ["#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#F0E442", "#D55E00", "#8FA8FF"];
 const [ROW, LABEL] = [20, 44];
 const NAMES = {
-  static: "Static: tile i on SM i % SMs",
-  dynamic: "Dynamic: the next tile to the first SM that is free",
+  static: say("Static: tile i on SM i % SMs"),
+  dynamic: say("Dynamic: the next tile to the first SM that is free"),
 };
 
 /** Puts the piece into the page. */
@@ -24,8 +25,8 @@ export function mount(root) {
   const nheads = choice([1, 2, 4], 2, read);
   const block = choice([64, 128, 256], 128, read);
   const processors = choice([1, 2, 3, 4, 6, 8, 12], 6, read);
-  const causal = tick("causal", true, read);
-  const longest = tick("last blocks of a head first", true, read);
+  const causal = tick(say("causal"), true, read);
+  const longest = tick(say("last blocks of a head first"), true, read);
   const problem = make("p", { class: "problem", role: "alert" });
   const said = make("p", { class: "said", "aria-live": "polite" });
   const chart = make("div", { class: "chart" });
@@ -33,15 +34,15 @@ export function mount(root) {
     class: "scroll",
     tabindex: 0,
     role: "region",
-    "aria-label": "Both schedules in numbers",
+    "aria-label": say("Both schedules in numbers"),
   });
-  const steps = stepper("Tiles handed out", (step) => ((shown.step = step), render()));
+  const steps = stepper(say("Tiles handed out"), (step) => ((shown.step = step), render()));
   root.replaceChildren(
     make(
       "div",
       { class: "fields" },
-      ...[field("Lengths of the sequences", lengths), field("Heads", nheads)],
-      ...[field("Queries a tile", block), field("SMs", processors)],
+      ...[field(say("Lengths of the sequences"), lengths), field(say("Heads"), nheads)],
+      ...[field(say("Queries per tile"), block), field("SMs", processors)],
       make("div", { class: "ticks" }, causal.element, longest.element),
     ),
     ...[problem, steps.element, said, chart, verdict],
@@ -56,9 +57,9 @@ export function mount(root) {
       longestFirst: longest.box.checked,
     };
     const made = wrong ? null : plan(asked);
-    if (made && !made.tiles.length) wrong = "no tiles: every sequence is empty";
+    if (made && !made.tiles.length) wrong = say("no tiles: every sequence is empty");
     if (made && made.tiles.length > MOST_TILES)
-      wrong = `${made.tiles.length} tiles are too many to draw`;
+      wrong = say("{0} tiles are too many to draw", made.tiles.length);
     problem.textContent = wrong;
     if (wrong) return;
     Object.assign(shown, { asked, plan: made });
@@ -77,25 +78,26 @@ export function mount(root) {
 }
 
 function sentence({ plan: { tiles, costs, static: fixed, dynamic }, step }) {
-  if (step === 0) return "No tile has been handed out.";
+  if (step === 0) return say("No tile has been handed out.");
   const { tile, batch, head, mBlock } = tiles[step - 1];
-  const where = (run) => `SM ${run.processor} from ${run.start} to ${run.stop}`;
-  const blocks = `${costs[tile]} block${costs[tile] === 1 ? "" : "s"} of keys`;
-  return (
-    `Tile ${tile} (sequence ${letter(batch)}, head ${head}, block ${mBlock}) visits ${blocks}: ` +
-    `static on ${where(fixed[tile])}, dynamic on ${where(dynamic[tile])}.`
+  const where = (run) => say("SM {0} from {1} to {2}", run.processor, run.start, run.stop);
+  const blocks = costs[tile] === 1 ? say("1 block of keys") : say("{0} blocks of keys", costs[tile]);
+  return say(
+    "Tile {0} (sequence {1}, head {2}, block {3}) visits {4}: static on {5}, dynamic on {6}.",
+    ...[tile, letter(batch), head, mBlock, blocks, where(fixed[tile]), where(dynamic[tile])],
   );
 }
 
 function verdictOf({ plan: made, asked }) {
   const until = makespan(made.static);
   const rows = ["static", "dynamic"].map((name) => [
-    name,
+    say(name),
     String(makespan(made[name])),
     `${(100 * busy(made[name], asked.processors)).toFixed(1)} %`,
     (until / makespan(made[name])).toFixed(2),
   ]);
-  return table("All tiles, in blocks of keys", ["", "until", "busy", "speed-up"], rows);
+  const heads = ["", say("until"), say("busy"), say("speed-up")];
+  return table(say("All tiles, in blocks of keys"), heads, rows);
 }
 
 function timelines({ plan: made, asked, step, width }) {
@@ -103,10 +105,12 @@ function timelines({ plan: made, asked, step, width }) {
   const total = Math.max(makespan(made.static), makespan(made.dynamic), 1);
   const scale = (width - LABEL - 4) / total;
   const height = 2 * panel + 4;
-  const ends = `static until ${makespan(made.static)}, dynamic until ${makespan(made.dynamic)}`;
   const picture = draw("svg", {
     ...{ width, height, viewBox: `0 0 ${width} ${height}`, role: "img" },
-    "aria-label": `Timelines of ${asked.processors} SMs and ${made.tiles.length} tiles: ${ends}`,
+    "aria-label": say(
+      "Timelines of {0} SMs and {1} tiles: static until {2}, dynamic until {3}",
+      ...[asked.processors, made.tiles.length, makespan(made.static), makespan(made.dynamic)],
+    ),
   });
   Object.keys(NAMES).forEach((name, place) => {
     const top = place * panel + 24;
@@ -132,8 +136,10 @@ function box(run, { tiles }, { top, scale, step }) {
   const { batch, head, mBlock } = tiles[run.tile];
   const [x, y] = [LABEL + run.start * scale, top + run.processor * ROW];
   const width = Math.max((run.stop - run.start) * scale - 0.8, 0.4);
-  const place = `sequence ${letter(batch)}, head ${head}, block ${mBlock}`;
-  const name = `tile ${run.tile}: ${place}; ${run.start} to ${run.stop}`;
+  const name = say(
+    "tile {0}: sequence {1}, head {2}, block {3}; {4} to {5}",
+    ...[run.tile, letter(batch), head, mBlock, run.start, run.stop],
+  );
   const made = draw(
     "g",
     { class: run.tile === step - 1 ? "run now" : "run" },

@@ -149,9 +149,10 @@ def test_tile_walk_counts(see):
     assert page.evaluate("document.querySelectorAll('.interactive .tile').length") == 32
 
 
-def test_a_piece_speaks_the_language_of_its_page(site, browser):
+@pytest.mark.parametrize("path", ["index", "see/online-softmax", "see/tile-schedule"])
+def test_a_piece_speaks_the_language_of_its_page(site, browser, path):
     """No two words of English in a row, at the start, on the way and at the end."""
-    with browser.open_page(site.html / "zh" / "index.html") as page:
+    with browser.open_page(site.html / "zh" / f"{path}.html") as page:
         page.wait_for("document.querySelector('.interactive svg') !== null")
         for place in (None, 0, 2, 3):  # as it is; then the buttons: start, next, end
             if place is not None:
@@ -159,7 +160,7 @@ def test_a_piece_speaks_the_language_of_its_page(site, browser):
             said = page.evaluate("document.querySelector('.interactive').innerText")
             labels = page.evaluate("document.querySelector('.interactive svg').ariaLabel")
             assert not re.search(r"[A-Za-z]{3,} [a-z]{2,}", said + labels), said
-            assert "FlashAttention" in said
+            assert re.search(r"[\u4e00-\u9fff]{2}", said) and re.search(r"[\u4e00-\u9fff]", labels)
 
 
 def test_tile_schedule_is_the_worked_example(see):
