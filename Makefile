@@ -30,6 +30,8 @@ endif
 
 RUN := PYTHONPATH=src $(PYTHON)
 PYTEST := $(RUN) -m pytest
+# Whose hashes of machine code are rewritten
+BUILDS ?= tests/compile -n $(JOBS)
 # What `make bench-all` runs, one command a line; rows go to $(RESULTS).
 RESULTS ?= .out/mine.jsonl
 BENCH_COMMAND := $(RUN) -m tilewise.cli bench
@@ -48,7 +50,7 @@ NEWEST_TESTS := tests/testing tests/tile tests/compile tests/kernels
 lowest = $(shell sed -n 's/.*"\($(1)>=[0-9.]*\).*/\1.0/p' pyproject.toml | sed 's/>=/==/')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-all test-lowest test-newest test-bare test-gpu demo docs bench-all report figures lint style types format dist clean
+.PHONY: help setup test test-all test-lowest test-newest test-bare test-gpu machine-code demo docs bench-all report figures lint style types format dist clean
 .DELETE_ON_ERROR:
 
 help:  ## show this list
@@ -76,6 +78,9 @@ test-bare: $(READY)  ## every line of README and the first pages, where only the
 
 test-gpu: $(READY)  ## the tests that need a CUDA GPU
 	$(PYTEST) -m gpu
+
+machine-code: $(READY)  ## rewrite the hashes of what tests/compile builds, and print those that moved
+	PYTHONPATH=src:tests $(PYTHON) -m helpers.machine_code $(BUILDS)
 
 demo: $(READY)  ## a real model computes with tilewise
 	$(RUN) -m tilewise.cli demo
