@@ -45,7 +45,7 @@ STEPS := "--batch 32,8,1 --queries 1 --against tilewise:portable,fa3,sdpa" \
 	"--batch 1 --seqlens 32k --queries 512,2k --against fa3" \
 	"--batch 64 --queries 1 --pages 16 --chunk 2k --against fa3" \
 	"--batch 32 --queries 1 --pages 16 --cache bf16,e4m3,int8:row --against fa3"
-NEWEST_TESTS := tests/testing tests/tile tests/compile tests/kernels
+NEWEST_TESTS := tests/gluon_emulator tests/testing tests/tile tests/compile tests/kernels
 # Of a requirement `name>=1.2`, name==1.2.0
 lowest = $(shell sed -n 's/.*"\($(1)>=[0-9.]*\).*/\1.0/p' pyproject.toml | sed 's/>=/==/')
 

@@ -9,9 +9,9 @@ from helpers import overflow
 from triton.runtime import interpreter
 
 import tilewise
+from gluon_emulator.hopper import values
+from gluon_emulator.triton import repair
 from tilewise import cache
-from tilewise.emulator.hopper import values
-from tilewise.emulator.triton import repair
 from tilewise.testing import use_interpreter
 from tilewise.tile import quantize as plain
 

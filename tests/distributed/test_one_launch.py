@@ -13,11 +13,11 @@ from helpers.tiers import sample, sample_rows
 
 import tilewise
 import tilewise.distributed as td
+from gluon_emulator.hopper.arrivals import Arrivals
+from gluon_emulator.hopper.machine import Deadlock, HopperError
 from tilewise.distributed import arena as arenas
 from tilewise.distributed import device_barrier, one_launch
 from tilewise.distributed.call_spec import CallSpec, check
-from tilewise.emulator.hopper.arrivals import Arrivals
-from tilewise.emulator.hopper.machine import Deadlock, HopperError
 from tilewise.kernels.common.device_words import ARRIVED, FAILED, LATE, WORDS
 from tilewise.kernels.hopper.fwd import runs_launch
 from tilewise.problem import Scalars

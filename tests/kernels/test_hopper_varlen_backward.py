@@ -14,7 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from tilewise.emulator.hopper import emulate
+from gluon_emulator.hopper import emulate
 from tilewise.kernels.hopper.bwd import launch as bwd_launch
 from tilewise.kernels.hopper.bwd import queue
 from tilewise.kernels.hopper.descriptors import GL_DTYPES, checked, ragged_by_head

@@ -10,8 +10,8 @@ from helpers.tiers import sample_rows
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from gluon_emulator.hopper import emulate
 from tilewise import attention, attention_reference
-from tilewise.emulator.hopper import emulate
 from tilewise.kernels import hopper
 from tilewise.kernels.hopper import row_max
 from tilewise.kernels.hopper.fwd import fp8_halves, fp8_mma, mma, scores

@@ -14,7 +14,7 @@ import tilewise
 pytest.importorskip("hatchling")
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCE = ROOT / "src" / "tilewise"
+SOURCE = ROOT / "src"
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 NAME = f"tilewise-{tilewise.__version__}"
 
@@ -28,8 +28,8 @@ def test_the_wheel_has_the_sources_and_nothing_else(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     inside = {name for name in names if not name.startswith(f"{NAME}.dist-info/")}
     sources = [x for x in SOURCE.rglob("*") if x.is_file() and "__pycache__" not in x.parts]
-    assert inside == {f"tilewise/{path.relative_to(SOURCE).as_posix()}" for path in sources}
-    assert "tilewise/py.typed" in inside
+    assert inside == {path.relative_to(SOURCE).as_posix() for path in sources}
+    assert {"tilewise/py.typed", "gluon_emulator/py.typed"} <= inside
     assert f"{NAME}.dist-info/licenses/LICENSE" in names
 
 
@@ -54,4 +54,4 @@ def test_the_version_stands_in_one_place():
         for path in SOURCE.rglob("*.py")
         if re.search(r"^__version__ = ", path.read_text(), re.MULTILINE)
     ]
-    assert written == ["__init__.py"]
+    assert written == ["tilewise/__init__.py"]

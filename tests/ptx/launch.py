@@ -171,8 +171,8 @@ def executing(patch: Any, **how: Any) -> Iterator[None]:
     """Within this block launches of `interpret` and `emulate` are executions of PTX; `patch` is
     pytest's monkeypatch.
     """
-    from tilewise.emulator import hopper
-    from tilewise.emulator.triton import interpreter
+    from gluon_emulator import hopper
+    from gluon_emulator.triton import interpreter
 
     def launch(kernel: Any, *_: Any, **__: Any) -> execute:
         return execute(kernel, **how)

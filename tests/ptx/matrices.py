@@ -3,7 +3,7 @@
 A wgmma reads its operands when it completes: at the wait for it, or with a seed at any time before.
 Products of 16-bit floats are summed in fp32. Of 8-bit floats an instruction adds 32 products, each
 cut to SHORT bits below the leading one of the largest, as measured on an H200
-(tilewise/emulator/hopper/wgmma.py).
+(gluon_emulator/hopper/wgmma.py).
 """
 
 import re

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tilewise import attention, merge_states
 from tilewise.bench.timer import one_thread
-from tilewise.emulator.switch import use_interpreter
+from tilewise.emulation import use_interpreter
 
 BACKENDS = ["cpu", "portable"]
 # A tile costs the interpreter 3 ms, so that it gets small tensors and few of them.

@@ -1,6 +1,7 @@
 """The rules of the source tree, read from its syntax: imports point inwards, files stay small."""
 
 import ast
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ import tilewise
 ROOT = Path(tilewise.__file__).parent
 FILES = {path.relative_to(ROOT).as_posix(): path for path in sorted(ROOT.rglob("*.py"))}
 TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
-OF_LIBRARY = [x for x in TREES if not x.startswith(("testing/", "emulator/", "bench/", "cli/"))]
+EMULATOR = sorted((ROOT.parent / "gluon_emulator").rglob("*.py"))
+OF_LIBRARY = [x for x in TREES if not x.startswith(("testing/", "bench/", "cli/"))]
 
 # From the outside in: a room imports from later ranks alone.
 RANKS = [
@@ -26,7 +28,7 @@ RANKS = [
     ["dispatch"],
     ["kernels"],
     ["mods"],
-    ["tile", "tuning", "emulator", "problem"],
+    ["tile", "tuning", "emulation", "problem"],
     ["errors", "hardware", "keywords"],
 ]
 RANK = {room: rank for rank, beside in enumerate(RANKS) for room in beside}
@@ -36,6 +38,14 @@ COUNTS = {
     "kernels": (5, 2, 3),
     "kernels/hopper": (23, 7, 60),
 }
+
+
+def packages(nodes) -> set[str]:
+    """What the imports among these nodes name, without those of their own package."""
+    nodes = list(nodes)
+    modules = {a.name for n in nodes if isinstance(n, ast.Import) for a in n.names}
+    modules |= {n.module or "" for n in nodes if isinstance(n, ast.ImportFrom) and not n.level}
+    return {module.split(".")[0] for module in modules}
 
 
 def test_every_file_is_read():
@@ -64,10 +74,7 @@ def test_the_library_does_not_measure():
         if name.split("/")[0] not in ("bench", "cli"):
             assert not [x for x in others if x.startswith(("bench/", "cli/"))], name
     for name, tree in TREES.items():
-        nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
-        modules = {a.name for n in nodes if isinstance(n, ast.Import) for a in n.names}
-        modules |= {n.module or "" for n in nodes if isinstance(n, ast.ImportFrom) and not n.level}
-        assert not [x for x in modules if x.split(".")[0] == "benchmarks"], name
+        assert "benchmarks" not in packages(ast.walk(tree)), name
 
 
 @pytest.mark.parametrize("folder", import_graph.folders())
@@ -96,8 +103,21 @@ def test_hoppers_forward_and_backward_share_what_lies_beside_them():
     assert all(not others & {"fwd", "bwd"} for room, others in inside.items() if room != "__init__")
 
 
-def test_the_emulator_knows_nothing_of_the_library():
-    assert not rooms()["emulator"]
+def test_the_emulator_imports_nothing_of_the_library():
+    known = {"gluon_emulator", "numpy", "torch", "triton", *sys.stdlib_module_names}
+    assert EMULATOR
+    for path in EMULATOR:
+        assert packages(ast.walk(ast.parse(path.read_text()))) <= known, path
+
+
+def test_the_library_imports_the_emulator_where_a_kernel_runs():
+    """Within functions, and in a module that is there for it."""
+    imports = {name: packages(import_graph.statements(tree)) for name, tree in TREES.items()}
+    waits = {"kernels/hopper/fwd/runs.py", "kernels/hopper/fwd/transpose.py"}
+    reach = {"emulation.py", "testing/hopper.py", *waits}
+    assert {name for name, found in imports.items() if "gluon_emulator" in found} == reach
+    at_import = {name for name, tree in TREES.items() if "gluon_emulator" in packages(tree.body)}
+    assert at_import == {"testing/hopper.py"}
 
 
 def test_triton_is_imported_where_kernels_are():
@@ -106,13 +126,10 @@ def test_triton_is_imported_where_kernels_are():
         *("kernels/portable/", "kernels/hopper/", "kernels/common/relaunch", "kernels/common/io"),
         "kernels/common/keys",
         *("kernels/common/building", "kernels/common/bwd_", "mods/codegen.py", "tile/"),
-        *("emulator/", "testing/", "bench/tune.py"),
+        *("testing/", "bench/tune.py"),
     )
     for name, tree in TREES.items():
-        at_import = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
-        modules = {a.name for n in at_import if isinstance(n, ast.Import) for a in n.names}
-        modules |= {n.module or "" for n in at_import if isinstance(n, ast.ImportFrom)}
-        if any(module.split(".")[0] == "triton" for module in modules):
+        if "triton" in packages(tree.body):
             assert name.startswith(where), name
 
 
@@ -150,7 +167,7 @@ def test_tile_functions_create_no_tensor(name):
 
 def test_files_are_short():
     measure = sorted((ROOT.parents[1] / "benchmarks").rglob("*.py"))
-    for path in [*FILES.values(), *measure]:
+    for path in [*FILES.values(), *EMULATOR, *measure]:
         assert len(path.read_text().splitlines()) < 400, path
 
 

@@ -9,7 +9,7 @@ import triton.language as tl
 from helpers.jitted import Flags, Operands, Strided, tile_pointers
 from helpers.tiers import sample
 
-from tilewise.emulator.hopper import machine
+from gluon_emulator.hopper import machine
 from tilewise.testing import SMEM_LIMIT, TARGETS, build, interpret, offline, stats
 
 pytestmark = pytest.mark.compile

@@ -11,7 +11,7 @@ from helpers.tiers import every, sample, sample_rows
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tilewise.emulator.hopper import emulate
+from gluon_emulator.hopper import emulate
 from tilewise.testing import build, interpret, stats
 from tilewise.testing.schedule import tiles
 from tilewise.tile.varlen import Hint, varlen_tile

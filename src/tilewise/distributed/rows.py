@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from ..dispatch import choose
-from ..emulator.switch import cpu_modes
+from ..emulation import cpu_modes
 from ..frontend.call import call
 from ..frontend.checks import check
 from ..ops import attention as ops

@@ -19,7 +19,7 @@ from torch._C._functorch import is_legacy_batchedtensor, peek_interpreter_stack
 from torch.autograd import forward_ad
 
 from .. import dispatch
-from ..emulator.switch import cpu_modes
+from ..emulation import cpu_modes
 from ..kernels.common.alignment import check_elements
 from ..kernels.common.outputs import empty_grads, empty_out
 from ..mods.flatten import indices_used

@@ -17,7 +17,7 @@ import torch
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 
-from ..emulator.switch import cpu_modes
+from ..emulation import cpu_modes
 from ..kernels.common.alignment import ALIGNMENT
 from ..problem import Call
 from .guards import known_guards, remember

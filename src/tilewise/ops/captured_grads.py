@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from .. import dispatch
-from ..emulator.switch import emulator_seed, use_interpreter
+from ..emulation import emulator_seed, use_interpreter
 from ..errors import ArgumentError
 from ..mods.derivative import by_loads
 from ..mods.flatten import take_apart

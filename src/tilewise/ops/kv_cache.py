@@ -17,7 +17,7 @@ from torch._C._functorch import (
 from torch.autograd import forward_ad
 
 from .. import dispatch
-from ..emulator.switch import interpreter_is_on
+from ..emulation import interpreter_is_on
 from ..errors import Slower
 from ..kernels.common.alignment import ALIGNMENT, check_elements
 from ..kernels.common.cached import Append, Cached, lse_shape

@@ -15,10 +15,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ..emulator.hopper import emulate
-    from ..emulator.switch import emulator_seed, interpreter_is_on, use_emulator, use_interpreter
-    from ..emulator.triton.interpreter import interpret, interpreting
-    from ..emulator.triton.repair import repair
+    from gluon_emulator.hopper import emulate
+    from gluon_emulator.triton.interpreter import interpret, interpreting
+    from gluon_emulator.triton.repair import repair
+
+    from ..emulation import emulator_seed, interpreter_is_on, use_emulator, use_interpreter
     from .offline import SMEM_LIMIT, TARGETS, build, stats
 
 __all__ = [
@@ -40,15 +41,15 @@ _HOME = {
     "SMEM_LIMIT": "tilewise.testing.offline",
     "TARGETS": "tilewise.testing.offline",
     "build": "tilewise.testing.offline",
-    "emulate": "tilewise.testing.hopper",
-    "emulator_seed": "tilewise.emulator.switch",
-    "interpret": "tilewise.emulator.triton.interpreter",
-    "interpreter_is_on": "tilewise.emulator.switch",
-    "interpreting": "tilewise.emulator.triton.interpreter",
-    "repair": "tilewise.emulator.triton.repair",
+    "emulate": "gluon_emulator.hopper",
+    "emulator_seed": "tilewise.emulation",
+    "interpret": "gluon_emulator.triton.interpreter",
+    "interpreter_is_on": "tilewise.emulation",
+    "interpreting": "gluon_emulator.triton.interpreter",
+    "repair": "gluon_emulator.triton.repair",
     "stats": "tilewise.testing.offline",
-    "use_emulator": "tilewise.emulator.switch",
-    "use_interpreter": "tilewise.emulator.switch",
+    "use_emulator": "tilewise.emulation",
+    "use_interpreter": "tilewise.emulation",
 }
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from ..emulator.switch import use_emulator, use_interpreter
+from ..emulation import use_emulator, use_interpreter
 from ..reference import attention_reference
 from .inputs import Features, Inputs, Sizes, make_inputs, poisoned
 from .modified import modifiers

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...emulator.switch import emulator_seed, interpreter_is_on
+from ...emulation import emulator_seed, interpreter_is_on
 from ...errors import ArgumentError
 
 Tensor = torch.Tensor

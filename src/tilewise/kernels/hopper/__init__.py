@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...emulator.switch import emulator_seed
+from ...emulation import emulator_seed
 from ...errors import Avoidable, Slower
 from ...problem import Problem
 

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ...emulation import interpret
 from ...tile.types import Strided
 from ..common.building import first_launch
 from ..common.relaunch import class_of, has_launch_hooks, relaunch
@@ -97,8 +98,6 @@ def copy_rows(*copies: tuple[torch.Tensor, torch.Tensor, int]) -> None:
     programs, device = sum(copied.programs for copied, _ in made), copies[0][0].device
     copied, constants = ((*x, *[None] * (MAX_TENSORS - len(made))) for x in zip(*made))
     if device.type == "cpu":
-        from ...emulator.triton.interpreter import interpret
-
         interpret(copy_rows_kernel)[(programs,)](*copied, *constants)
         return
     index = device.index

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...emulator.switch import interpreter_is_on
+from ...emulation import interpreter_is_on
 from ...problem import Problem
 
 if TYPE_CHECKING:

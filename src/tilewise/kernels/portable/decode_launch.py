@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from ...emulator.switch import interpreter_is_on
+from ...emulation import interpret, interpreter_is_on
 from ...problem import Problem
 from ...tile.paging import batch_of, capacity
 from ...tile.types import Numbers, Optionals, Sizes, Strided, Tile
@@ -270,8 +270,6 @@ def run(plan: SplitPlan, device: torch.device) -> Launched:
     if plan.programs == 0:
         return launched
     if device.type == "cpu" and interpreter_is_on():
-        from ...emulator.triton.interpreter import interpret
-
         interpret(plan.kernel)[(plan.programs,)](*plan.args, **plan.constants)
         return launched
     with on_device(device):

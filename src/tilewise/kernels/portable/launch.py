@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from ...emulator.switch import interpreter_is_on
+from ...emulation import interpret, interpreter_is_on
 from ...mods.codegen import captured_of, function_of, place_function_of
 from ...mods.derivative import by_loads
 from ...mods.expressions import Node, intern, nodes_of
@@ -369,8 +369,6 @@ def run(plan: Plan) -> Launched:
     if programs == 0:
         return launched
     if interpreter_is_on() and device.type == "cpu":
-        from ...emulator.triton.interpreter import interpret
-
         interpret(plan.kernel)[(programs,)](*plan.args, **constants)
         return launched
     with on_device(device):

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ...emulator.switch import interpreter_is_on
+from ...emulation import interpret, interpreter_is_on
 from ..common.building import first_launch, on_device
 from ..common.direct import past_triton
 from ..common.relaunch import may_relaunch
@@ -34,8 +34,6 @@ class Launches:
         compiled for, but the kernel and its constants' names.
         """
         if self.device.type == "cpu" and interpreter_is_on():
-            from ...emulator.triton.interpreter import interpret
-
             # Without its guard: addresses of other processes' memory are no arguments
             interpret(kernel, check=False)[(programs,)](*tensors, *numbers, **constants)
             return

@@ -12,7 +12,7 @@ import torch
 import triton
 from triton.experimental.gluon import language as gl
 
-from ....emulator.switch import emulator_seed
+from ....emulation import emulate, emulator_seed, interpret
 from ....problem import NO_MODS, Between, Extras, Grads, Problem, Saved, Scalars
 from ....tile.seqlen import padded_row
 from ....tile.types import Features, KeyPipeline, Numbers, Optionals, Queue, Sizes, Tile
@@ -325,12 +325,10 @@ def run_main(plan: Plan, args: BwdArgs, device: torch.device) -> Launched | None
     queue = args.queue
     kernel = hopper_bwd_kernel
     constants = dict(FEATURES=plan.features, TILE=plan.tile, num_warps=4)
-    if (seed := emulator_seed()) is not None and device.type == "cpu":
-        from ....emulator.hopper import emulate
-
+    if emulator_seed() is not None and device.type == "cpu":
         programs = min(queue.tiles, 4)  # few, so that each works through several tiles
-        asm = assembly.ASM | bwd_dropout.ASM
-        emulate(kernel, seed=seed, asm=asm)[(programs,)](*checked(args), **constants)
+        emulated = emulate(kernel, assembly.ASM | bwd_dropout.ASM)
+        emulated[(programs,)](*checked(args), **constants)
         return None
     programs = min(queue.tiles, num_sms(device))
     return Launched(first_launch(kernel, programs, *checked(args), **constants), programs, args)
@@ -378,8 +376,6 @@ def _run(
     """A Triton kernel; on CPU tensors through the interpreter, and there is no launch then."""
     features, tile = constants
     if emulator_seed() is not None and device.type == "cpu":
-        from ....emulator.triton.interpreter import interpret
-
         features = features._replace(FAST_TANH=False)  # an instruction of GPUs
         interpret(kernel)[(programs,)](*args, FEATURES=features, TILE=tile)
         return None

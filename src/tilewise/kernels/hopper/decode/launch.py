@@ -10,7 +10,7 @@ import torch
 import triton
 from triton.experimental.gluon import language as gl
 
-from ....emulator.switch import emulator_seed
+from ....emulation import emulate
 from ....hardware import REGISTERS
 from ....tile.paging import batch_of, capacity
 from ....tile.split_schedule import SplitSizes
@@ -239,12 +239,8 @@ def run(plan: Plan, device: torch.device) -> Any:
     """Launches; on CPU tensors in the emulator."""
     args = descriptors.checked(plan.args)
     if device.type == "cpu":
-        from ....emulator.hopper import emulate
-
-        seed = emulator_seed() or 0
-        meanings = ASM | eight_bits.ASM
-        kernel = emulate(hopper_decode_kernel, seed=seed, asm=meanings)
-        kernel[(plan.programs,)](*args, **plan.constants)
+        emulated = emulate(hopper_decode_kernel, ASM | eight_bits.ASM)
+        emulated[(plan.programs,)](*args, **plan.constants)
         return None
     with on_device(device):
         return first_launch(hopper_decode_kernel, plan.programs, *args, **plan.constants)

@@ -10,7 +10,7 @@ import torch
 import triton
 from triton.experimental.gluon import language as gl
 
-from ....emulator.switch import emulator_seed
+from ....emulation import emulate, emulator_seed
 from ....errors import warn_slow
 from ....hardware import SHARED_MEMORY
 from ....problem import Extras, Problem, Scalars
@@ -147,12 +147,9 @@ class Fp8Forward:
         args = arguments(self.problem, plan, read, values, extras, self.scalars, out, lse)
         constants = dict(FEATURES=plan.features, TILE=plan.tile, num_warps=4)
         device = given.q.device
-        if (seed := emulator_seed()) is not None and device.type == "cpu":
-            from ....emulator.hopper import emulate
-
+        if emulator_seed() is not None and device.type == "cpu":
             programs = min(args.queue.tiles, 4)  # few, so that each works through several tiles
-            emulated = emulate(hopper_fp8_fwd_kernel, seed=seed, asm=ASM)
-            emulated[(programs,)](*checked(args), **constants)
+            emulate(hopper_fp8_fwd_kernel, ASM)[(programs,)](*checked(args), **constants)
             return
         programs = min(args.queue.tiles, num_sms(device))
         with on_device(device):

@@ -15,7 +15,7 @@ import torch
 import triton
 from triton.experimental.gluon import language as gl
 
-from ....emulator.switch import emulator_seed
+from ....emulation import emulate, emulator_seed
 from ....hardware import SHARED_MEMORY
 from ....problem import LONG_SEQLEN, NO_EXTRAS, Extras, Problem, Scalars
 from ....tile.schedule import even_group
@@ -169,12 +169,10 @@ class Forward:
         extras = in_pairs(extras, plan)
         args = arguments(self.problem, plan, q, k, v, out, lse, extras, self.scalars, pages)
         constants = dict(FEATURES=plan.features, TILE=plan.tile, num_warps=4)
-        if (seed := emulator_seed()) is not None and q.device.type == "cpu":
-            from ....emulator.hopper import emulate
-
+        if emulator_seed() is not None and q.device.type == "cpu":
             programs = min(args.queue.tiles, 4)  # few, so that each works through several tiles
-            asm = assembly.ASM | dropout.ASM
-            emulate(hopper_fwd_kernel, seed=seed, asm=asm)[(programs,)](*checked(args), **constants)
+            emulated = emulate(hopper_fwd_kernel, assembly.ASM | dropout.ASM)
+            emulated[(programs,)](*checked(args), **constants)
             return
         programs = min(args.queue.tiles, num_sms(q.device))
         with on_device(q.device):

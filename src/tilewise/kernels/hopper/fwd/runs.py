@@ -180,9 +180,21 @@ def await_keys(work, head_k, n_start, arrived, runs, TILE: gl.constexpr):
 
 
 def _await(word: Any, least: Any, arrived: Any, limit: Any) -> torch.Tensor:
-    from ....emulator.hopper.arrivals import await_word
+    """Returns what a poll has read, which may be less than the word holds by now."""
+    from gluon_emulator.hopper.machine import running
 
-    return await_word(word, int(least), int(arrived), int(limit) > 0)
+    partition, least, arrived = running(), int(least), int(arrived)
+    if arrived < least:
+        if int(limit) > 0:
+            partition.wait(
+                lambda: int(word.flat[word.offset]) >= least,
+                lambda: f"waits for piece {least}, of which {int(word.flat[word.offset])} arrived",
+            )
+        arrived = int(word.flat[word.offset])
+        if arrived > least:
+            arrived = partition.machine.random.choice((least, arrived))
+        partition.arrived = max(partition.arrived, arrived)
+    return torch.tensor(arrived, dtype=torch.int32)
 
 
 # What this assembly means to the emulator

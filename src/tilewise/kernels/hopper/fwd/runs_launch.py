@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from ....emulator.switch import emulator_seed
+from ....emulation import emulate, emulator_seed
 from ....problem import OPEN, Extras, Problem, Scalars
 from ....tile.types import Queue, Runs
 from ...common.alignment import in_own_memory
@@ -115,12 +115,10 @@ class RunsForward:
         args = self.arguments(plan, (q, k, v, out), lse, extras, words, limit)
         constants = dict(FEATURES=plan.features, TILE=plan.tile, num_warps=4)
         tiles = count_tiles(self.walk, plan.tile.BLOCK_M) * q.shape[2]
-        if (seed := emulator_seed()) is not None and q.device.type == "cpu":
-            from ....emulator.hopper import emulate
-
+        if emulator_seed() is not None and q.device.type == "cpu":
             programs = min(tiles, 4)  # few, so that each works through several tiles
             asm = assembly.ASM | on_device_runs.ASM
-            emulated = emulate(hopper_fwd_kernel, seed=seed, asm=asm, **beside)
+            emulated = emulate(hopper_fwd_kernel, asm, **beside)
             emulated[(programs,)](*checked(args), **constants)
             return
         programs = min(tiles, num_sms(q.device))

@@ -248,9 +248,17 @@ def leave(transposing, NUM_WARPS: gl.constexpr):
 
 
 def _await(words: Any, level: Any, known: Any, levels: Any) -> torch.Tensor:
-    from ....emulator.hopper.arrivals import await_words
+    """Returns how many words are known to be 1: a poll may have seen some of those that are."""
+    from gluon_emulator.hopper.machine import running
 
-    return await_words(words, int(level), int(known), int(levels))
+    partition, place, known, count = running(), int(level), int(known), int(levels)
+    if place >= known:
+        flags = words.flat[words.offset : words.offset + count]
+        partition.wait(lambda: int(flags[place]) != 0, lambda: f"waits for word {place}")
+        known = place + 1
+        while known < count and int(flags[known]) and partition.machine.random.random() < 0.9:
+            known += 1
+    return torch.tensor(known, dtype=torch.int32)
 
 
 # What this assembly means to the emulator

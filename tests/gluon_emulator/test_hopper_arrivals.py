@@ -9,9 +9,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from tilewise.emulator.hopper import emulate
-from tilewise.emulator.hopper.arrivals import Arrivals
-from tilewise.emulator.hopper.machine import Deadlock, HopperError
+from gluon_emulator.hopper import emulate
+from gluon_emulator.hopper.arrivals import Arrivals
+from gluon_emulator.hopper.machine import Deadlock, HopperError
 from tilewise.kernels.hopper.compat import tma_load
 from tilewise.kernels.hopper.fwd.runs import ASM, AWAIT
 

@@ -11,14 +11,7 @@ import triton
 import triton.language as tl
 from helpers.jitted import Flags, Operands, Strided, fresh, tile_pointers, update
 
-from tilewise.emulator import switch
-from tilewise.testing import (
-    build,
-    interpret,
-    interpreter_is_on,
-    interpreting,
-    use_interpreter,
-)
+from tilewise.testing import build, interpret, interpreting
 
 
 @triton.jit
@@ -209,27 +202,6 @@ def test_triton_is_left_as_it_was():
 def test_nothing_of_the_interpreter_leaks_into_the_kernels_module():
     interpret(copy_kernel)[(1,)](torch.ones(2), torch.ones(2), N=2)
     assert "InterpreterBuilder" not in globals() and "_patch_lang" not in globals()
-
-
-def test_the_switch_nests_and_ends_after_an_error():
-    assert not interpreter_is_on()
-    with use_interpreter(), use_interpreter():
-        assert interpreter_is_on()
-    assert not interpreter_is_on()
-    with pytest.raises(ZeroDivisionError), use_interpreter():
-        assert 1 / 0
-    assert not interpreter_is_on()
-
-
-def test_the_switch_imports_neither_triton_nor_numpy():
-    code = (
-        "import sys; sys.modules['triton'] = sys.modules['torch'] = None\n"
-        "import importlib.util as u, pathlib, sys\n"
-        "spec = u.spec_from_file_location('switch', sys.argv[1])\n"
-        "module = u.module_from_spec(spec); spec.loader.exec_module(module)\n"
-        "assert not module.interpreter_is_on()"
-    )
-    subprocess.run([sys.executable, "-c", code, switch.__file__], check=True)
 
 
 def test_a_tensor_beyond_int32_need_not_be_in_memory(tmp_path):

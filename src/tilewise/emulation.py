@@ -1,5 +1,5 @@
-"""The flags that send kernels to CPU tensors: portable ones to Triton's interpreter, Hopper ones to
-the emulator. Reading them imports nothing.
+"""Kernels on CPU tensors: the flags that send portable ones to Triton's interpreter and Hopper ones
+to the emulator, and their launches. `gluon_emulator` is imported when a kernel runs in it.
 
 The library calls `interpreter_is_on()` and `emulator_seed()` at the launch and before it refuses a
 CPU tensor.
@@ -7,7 +7,8 @@ CPU tensor.
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 _lock = threading.Lock()
 _depth = 0
@@ -75,3 +76,19 @@ def use_emulator(seed: int = 0) -> Iterator[None]:
 def cpu_modes() -> tuple[bool, bool]:
     """Whether the interpreter and the emulator are on, on which the choice of a backend depends."""
     return _depth > 0, bool(_seeds)
+
+
+def interpret(kernel: Any, check: bool = True) -> Any:
+    """Launches a Triton kernel on CPU tensors: `interpret(kernel)[grid](*args)`."""
+    from gluon_emulator.triton import interpreter
+
+    return interpreter.interpret(kernel, check=check)
+
+
+def emulate(kernel: Any, asm: Mapping[str, Callable[..., Any]], **options: Any) -> Any:
+    """Launches a Gluon kernel on CPU tensors, by the seed of `use_emulator`. `asm` has a function
+    for each text of inline assembly.
+    """
+    from gluon_emulator import hopper
+
+    return hopper.emulate(kernel, emulator_seed() or 0, asm=asm, **options)

@@ -12,9 +12,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tilewise.emulator.hopper import emulate
+from gluon_emulator.hopper import HopperError, emulate
 from tilewise.testing import build
-from tilewise.testing.hopper import HopperError
 
 pytestmark = pytest.mark.emulator
 

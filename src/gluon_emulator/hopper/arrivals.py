@@ -2,7 +2,8 @@
 which that stream counts the pieces that have arrived.
 
 A piece arrives at a random step, in parts, and the word is written later still. TMA may read it
-once the partition that starts the copy has waited for that count.
+once the partition that starts the copy has waited for that count: the function that inline assembly
+means raises `running().arrived`.
 """
 
 from collections.abc import Sequence
@@ -10,8 +11,7 @@ from typing import Any
 
 import torch
 
-from .machine import HopperError, Machine, running
-from .pointers import Pointer
+from .machine import HopperError, Machine
 
 Part = tuple[torch.Tensor, torch.Tensor]  # where it goes, contiguous rows, and what
 
@@ -53,39 +53,6 @@ class Arrivals:
                 yield False
             self.word.fill_(number)
             yield number == len(self.pieces)
-
-
-def await_word(word: Pointer, least: int, arrived: int, waits: bool) -> torch.Tensor:
-    """Waits until a word holds at least `least`; what a poll has read, which may be less than the
-    word holds by now. Without `waits`, what it holds.
-    """
-    partition = running()
-    if arrived < least:
-        if waits:
-            partition.wait(
-                lambda: int(word.flat[word.offset]) >= least,
-                lambda: f"waits for piece {least}, of which {int(word.flat[word.offset])} arrived",
-            )
-        arrived = int(word.flat[word.offset])
-        if arrived > least:
-            arrived = partition.machine.random.choice((least, arrived))
-        partition.arrived = max(partition.arrived, arrived)
-    return torch.tensor(arrived, dtype=torch.int32)
-
-
-def await_words(words: Pointer, place: int, known: int, count: int) -> torch.Tensor:
-    """Waits until word `place` of `count` is not 0; how many words up to there and behind it are
-    not, of which a poll may have seen some alone. The first `known` are known not to be.
-    """
-    partition = running()
-    if place >= known:
-        flags = words.flat[words.offset : words.offset + count]
-        partition.wait(lambda: int(flags[place]) != 0, lambda: f"waits for word {place}")
-        stop = place + 1
-        while stop < count and int(flags[stop]) and partition.machine.random.random() < 0.9:
-            stop += 1
-        known = stop
-    return torch.tensor(known, dtype=torch.int32)
 
 
 def _bounds(x: torch.Tensor) -> tuple[int, int]:

@@ -11,8 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from tilewise.emulator.hopper import emulate, machine
-from tilewise.testing.hopper import Deadlock, HopperError
+from gluon_emulator.hopper import Deadlock, HopperError, emulate, machine
 
 pytestmark = pytest.mark.emulator
 

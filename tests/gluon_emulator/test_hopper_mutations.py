@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 from helpers import hopper_kernels, hopper_launches
 
-from tilewise.emulator.hopper import emulate
-from tilewise.testing.hopper import HopperError
+from gluon_emulator.hopper import HopperError, emulate
 
 pytestmark = pytest.mark.emulator
 

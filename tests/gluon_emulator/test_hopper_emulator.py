@@ -8,7 +8,7 @@ from helpers import hopper_kernels, hopper_launches
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tilewise.emulator.hopper import emulate
+from gluon_emulator.hopper import emulate
 from tilewise.testing import build, stats
 from tilewise.tile import bounds, softmax
 

@@ -34,13 +34,13 @@ class emulate:
 
     Arguments are those of a launch on a GPU: CPU tensors, host TensorDescriptors over them,
     numbers, None, tuples and NamedTuples of these. Of options num_warps is used; others that the
-    kernel has no parameter for are ignored. See `tilewise.testing.hopper` for an example.
+    kernel has no parameter for are ignored. See `gluon_emulator.hopper` for an example.
 
     Args:
         kernel: a `@gluon.jit` kernel.
         seed: selects one order of events of the many that a GPU may show: try twenty.
         resident: how many CTAs run at a time.
-        asm: functions of tensors by inline assembly text.
+        asm: functions of tensors by inline assembly text; `machine.running()` is their partition.
         trace: a function or a list that receives (cta, partition, event, detail) of every event.
         arrivals: memory that is filled piece by piece while the kernel runs.
 

@@ -9,7 +9,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tilewise.emulator.hopper import emulate
+from gluon_emulator.hopper import emulate
 from tilewise.testing import interpret
 
 pytestmark = pytest.mark.emulator
@@ -221,7 +221,7 @@ def test_masked_lanes():
 
 
 def test_no_operator_is_forgotten():
-    from tilewise.emulator.hopper.values import Value
+    from gluon_emulator.hopper.values import Value
 
     one = Value(1, tl.int32)
     for name in "add sub mul truediv floordiv mod and_ or_ xor lshift rshift lt ne".split():

@@ -1,0 +1,1 @@
+"""Kernels without a GPU: Gluon's for Hopper in an emulator, Triton's in its interpreter."""

@@ -1,1 +1,0 @@
-"""Kernels without a GPU: Triton's in its interpreter, Hopper's in an emulator."""
