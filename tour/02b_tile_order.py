@@ -1,8 +1,9 @@
 # %% [markdown]
 # # 02b. The order of the tiles
 #
-# **The idea:** tiles that are computed at the same time share what they read
-# through the L2 cache, so a good order of the tiles makes a right kernel fast.
+# **The idea:** a right kernel becomes fast by what happens at the same time: tiles
+# in flight share what they read through the L2 cache, and the next tile is loaded
+# while this one is multiplied.
 #
 # After this lesson you can
 #
