@@ -163,6 +163,16 @@ def test_a_piece_speaks_the_language_of_its_page(site, browser, path):
             assert re.search(r"[\u4e00-\u9fff]{2}", said) and re.search(r"[\u4e00-\u9fff]", labels)
 
 
+def test_what_surrounds_a_page_is_in_its_language(site):
+    for path, words, others in (
+        ("quickstart", ("Understand", "Next"), ("下一页", "故障排查")),
+        ("zh/quickstart", ("理解", "下一页", "故障排查"), ("Understand<", ">Next<", ">Install<")),
+    ):
+        page = (site.html / f"{path}.html").read_text(encoding="utf-8")
+        assert all(word in page for word in words), path
+        assert not any(word in page for word in others), path
+
+
 def test_tile_schedule_is_the_worked_example(see):
     """The one of docs/design/schedule.md."""
     page = see("tile-schedule")

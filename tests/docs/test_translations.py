@@ -149,3 +149,20 @@ def test_bold_chinese_ends_before_punctuation():
         for bold in re.finditer(r"\*\*([^*\n]+)\*\*(.?)", path.read_text("utf-8")):
             closes = bold[1][-1] not in "：。，、；" or not bold[2].isalnum()
             assert closes, f"{path.name}: {bold[0]}"
+
+
+def test_the_sidebar_has_the_titles_that_pages_have():
+    """A title that changes is translated again."""
+    sys.path.append(str(ROOT / "docs" / "extensions"))
+    from languages import SIDEBAR, in_chinese
+
+    index = (ROOT / "docs" / "index.md").read_text("utf-8")
+    titles = {
+        path.read_text("utf-8").split("# ", 1)[1].splitlines()[0]
+        for folder in ("", "see", "tour", "design")
+        for path in (ROOT / "docs" / folder).glob("*.md")
+    }
+    titles |= set(re.findall(r"^:caption: (.*)$", index, re.MULTILINE))
+    assert not SIDEBAR.keys() - titles
+    tree = '<a href="x.html">Install</a><span>Use</span><a href="y.html">tilewise.mods: masks</a>'
+    assert in_chinese(tree) == tree.replace(">Install", ">安装").replace(">Use", ">使用")
