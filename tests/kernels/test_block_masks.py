@@ -118,8 +118,8 @@ def lists(counts, indices):
 
 
 WRONG = {
-    "past the blocks": (lists([1] * 4, [0, 1, 2, 4]), "less than 4"),
-    "negative": (lists([1] * 4, [0, 1, -1, 3]), "less than 4"),
+    "past the blocks": (lists([1] * 4, [0, 1, 2, 4]), "below 4"),
+    "negative": (lists([1] * 4, [0, 1, -1, 3]), "below 4"),
     "past the width": (lists([1, 1, 2, 1], [0, 1, 2, 3]), "at most 1"),
     "count below 0": (lists([1, 1, -1, 1], [0, 1, 2, 3]), "at most 1"),
     "of int64": (BlockLists(*(x.long() for x in lists([1] * 4, [0] * 4))), "must be int32"),

@@ -202,6 +202,7 @@ def _check_mask(name: str, mask: Tensor, hidden_states: Tensor) -> None:
 def _check_indices(indices: Tensor) -> None:
     is_tensor = isinstance(indices, Tensor)
     if not is_tensor or indices.dim() != 1 or indices.dtype not in (torch.int64, torch.int32):
-        what = f"a {indices.dtype} tensor of shape {tuple(indices.shape)}"
-        what = what if is_tensor else repr(indices)
+        what = repr(indices)
+        if is_tensor:
+            what = f"a {indices.dtype} tensor of shape {tuple(indices.shape)}"
         raise ArgumentError(f"indices is {what}: it must be int64 or int32, of one dimension")

@@ -43,10 +43,10 @@ def check_lists(
     is_block |= torch.arange(indices.shape[3], device=counts.device) >= counts[..., None]
     if bool(is_count.all() & is_block.all() & (counts <= blocks).all()):
         return
+    end = " that end within the sequence: list the others as partial" if "full" in name else ""
     raise ArgumentError(
-        f"{name} of a BlockMask: counts must be at most the width of the indices, "
-        f"{indices.shape[3]}, and indices at least 0 and below the number of blocks, {blocks}"
-        + (" that end within the sequence: list the others as partial" if "full" in name else "")
+        f"{name} of a BlockMask: counts must be at most {indices.shape[3]}, the width of the "
+        f"indices, and indices at least 0 and below {blocks}, the number of blocks{end}"
     )
 
 
