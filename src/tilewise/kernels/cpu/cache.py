@@ -58,7 +58,7 @@ class CachedSequence(NamedTuple):
     @property
     def span(self) -> int:
         """The keys of a span, but for the last ones of a piece."""
-        return min(SPAN, self.cached.piece_size)
+        return min(SPAN, self.cached.split_size)
 
 
 class TokenTile(NamedTuple):
@@ -85,6 +85,7 @@ class Chunk(NamedTuple):
 
 def forward(cached: Cached, out: Tensor, lse: Tensor) -> None:
     """Writes `out` and `lse`."""
+    cached = cached._replace(split_size=cached.piece_size)  # asked for or not: once for all spans
     q, cu_seqlens_q = cached.q, cached.extras.cu_seqlens_q
     batch = batch_of(q, cu_seqlens_q)
     lengths = lengths_of(cached.k, cached.page_table, cached.extras.seqused_k, batch)
@@ -187,7 +188,7 @@ def _chunks(sequence: CachedSequence, tile: TokenTile) -> Iterator[Chunk]:
 
 def _spans(sequence: CachedSequence, first: int, last: int) -> Iterator[Chunk]:
     """The spans that have some of keys [first, last), with no others."""
-    size = sequence.cached.piece_size
+    size = sequence.cached.split_size
     for piece in pieces(first, last, size):
         start, stop = piece * size, min(last, (piece + 1) * size)
         skipped = max(0, first - start) // sequence.span
