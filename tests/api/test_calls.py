@@ -2,20 +2,17 @@
 
 import functools
 import gc
-import sys
 import threading
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
+from helpers.work import entered
 
 import tilewise
 from tilewise import ArgumentError, attention, attention_reference
 from tilewise.frontend import call as api
 from tilewise.ops import calls
-
-ROOT = str(Path(tilewise.__file__).parent)
 
 
 @pytest.fixture(autouse=True)
@@ -39,22 +36,6 @@ def test_alike(checked):
         q, k, v = (x + seed for x in tensors())
         torch.testing.assert_close(attention(q, k, v), attention_reference(q, k, v))
     assert len(checked) == 1
-
-
-def entered(call):
-    """The library's own functions that a call enters."""
-    found = []
-
-    def profile(frame, event, _):
-        if event == "call" and frame.f_code.co_filename.startswith(ROOT):
-            found.append(frame.f_code.co_name)
-
-    sys.setprofile(profile)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-    return found
 
 
 FUNCTIONS = {

@@ -2,6 +2,12 @@
 
 import contextlib
 import sys
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+import tilewise
+
+ROOT = str(Path(tilewise.__file__).parent)
 
 
 class TooMuch(AssertionError):
@@ -28,3 +34,33 @@ def at_most(calls: int):
         sys.setprofile(before)
     if len(made) > calls:  # what was raised may have been caught
         raise TooMuch(f"more than {calls} calls")
+
+
+def entered(call: Callable, closed: Collection[str] = ()) -> list[str]:
+    """The library's own functions that a call enters, as `file:name`, without comprehensions.
+
+    A function whose file starts with one of `closed`, or whose name is one, is left out with all
+    that it enters.
+    """
+    functions, outer = [], None
+
+    def profile(frame, event, _):
+        nonlocal outer
+        code = frame.f_code
+        if event == "return" and frame is outer:
+            outer = None
+        if event != "call" or outer or not code.co_filename.startswith(ROOT):
+            return
+        file = code.co_filename[len(ROOT) + 1 :].replace("\\", "/")
+        if code.co_name in closed or file.startswith(tuple(closed)):
+            outer = frame
+        elif not code.co_name.startswith("<"):
+            functions.append(f"{file}:{code.co_name}")
+
+    before = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
+        sys.setprofile(before)
+    return functions
