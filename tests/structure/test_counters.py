@@ -26,7 +26,7 @@ AT_MOST = {
     # Plain English
     "calls with *x per 1,000 lines": 13.2,
     "calls with a tuple's *": 55,
-    "vague locals": 736,
+    "vague locals": 729,
     "docstrings without a subject": 0,
     "files over 300 lines": 27,
     "functions over 120 lines": 1,

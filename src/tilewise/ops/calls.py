@@ -139,29 +139,29 @@ def entry_of(tensors: Sequence[Tensor | None], *key: Hashable) -> Entry | None:
 def signature(tensors: Sequence[Tensor | None]) -> list[Hashable]:
     """The signature of tensors, q first, and of the flags that select a backend."""
     q = tensors[0]
-    seen: list[Hashable] = [torch.is_grad_enabled()]
+    signature_parts: list[Hashable] = [torch.is_grad_enabled()]
     if q is not None and q.is_cpu:
-        seen.append(cpu_modes())
+        signature_parts.append(cpu_modes())
     for x in tensors:
         if x is None:
-            seen.append(None)
+            signature_parts.append(None)
         else:
             address = x.data_ptr() % ALIGNMENT
-            seen += (x.shape, x.stride(), x.dtype, x.device, address, x.requires_grad)
-    return seen
+            signature_parts += (x.shape, x.stride(), x.dtype, x.device, address, x.requires_grad)
+    return signature_parts
 
 
 def layout_key(tensors: tuple[Tensor | None, ...]) -> tuple[Hashable, ...]:
     """The cache key of a backward: strides and alignment, which may differ between backwards of one
     forward.
     """
-    seen: list[Hashable] = []
+    key_parts: list[Hashable] = []
     for x in tensors:
         if x is None:
-            seen.append(None)
+            key_parts.append(None)
         else:
-            seen += (x.stride(), x.data_ptr() % ALIGNMENT)
-    return tuple(seen)
+            key_parts += (x.stride(), x.data_ptr() % ALIGNMENT)
+    return tuple(key_parts)
 
 
 def eager_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:

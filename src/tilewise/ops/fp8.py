@@ -127,8 +127,8 @@ def _run(call: CallFp8, inputs: Inputs, extras: Extras) -> tuple[Tensor, Tensor]
     # Kernels count scales and means by sequence and head; those of a cut `Quantized` lie apart
     scales = Scales(*map(_contiguous, (inputs.q_scale, inputs.k_scale, inputs.v_scale)))
     mean = None if inputs.v_mean is None else _contiguous(inputs.v_mean)
-    given = Quantized(inputs.q, inputs.k, inputs.v, scales, None, mean, inputs.v_drift)
-    return forward(given, extras)
+    quantized = Quantized(inputs.q, inputs.k, inputs.v, scales, None, mean, inputs.v_drift)
+    return forward(quantized, extras)
 
 
 def forward_of(call: CallFp8, inputs: Inputs, extras: Extras) -> Forward:
@@ -194,8 +194,8 @@ def problem_of(
     and is_long.
     """
     align, is_long = flags
-    found = describe(q, k, k, extras, scalars, align, False, is_long=is_long)
-    return found._replace(headdim_v=headdim_v)
+    problem = describe(q, k, k, extras, scalars, align, False, is_long=is_long)
+    return problem._replace(headdim_v=headdim_v)
 
 
 def _parsed(args: tuple) -> tuple[CallFp8, Inputs, Extras]:

@@ -102,8 +102,8 @@ def flat(args: tuple, before: int) -> tuple[tuple, tuple]:
 
 def parts_of(args: tuple, before: int) -> tuple[tuple, Extras, Options]:
     """An operator's arguments: the tensors before the extras, the extras, and the rest."""
-    tensors, rest = flat(args, before)
-    return tensors[:before], extras_of(*tensors[before:]), Options(*rest)
+    tensors, options = flat(args, before)
+    return tensors[:before], extras_of(*tensors[before:]), Options(*options)
 
 
 def problem_from(inputs: Sequence[Tensor], extras: Extras, options: Options) -> Problem:
