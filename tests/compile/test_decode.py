@@ -10,6 +10,7 @@ from helpers.tiers import sample, sample_rows
 from tilewise import mods
 from tilewise.cache import Append, Rotary
 from tilewise.frontend.cache_checks import check_cached
+from tilewise.kernels.common.cached import AppendedCall
 from tilewise.kernels.portable import append_launch, decode_launch
 from tilewise.testing import SMEM_LIMIT, TARGETS, build, stats
 
@@ -180,3 +181,31 @@ def test_appending_to_caches_of_8_bits_compiles(target, dtype, kind):
     scales = [None if shape is None else torch.empty(shape) for _ in "kv"]
     asked = Append(k_cache, v_cache, k, v, table, used, STARTS, None, None, *scales)
     check(append_launch.plan_of(asked), target, False)
+
+
+PREPARED = [(n, packed, padded) for n in ("bf16", "fp32") for packed in (0, 1) for padded in (0, 1)]
+
+
+@pytest.mark.parametrize("target", sample(TARGETS, "sm90"))
+@pytest.mark.parametrize("tables, packed, padded", sample_rows(PREPARED, ("fp32", 1, 1)))
+@pytest.mark.parametrize("interleaved", sample([False, True], False))
+def test_appending_and_preparing_attention_compiles(target, tables, packed, padded, interleaved):
+    k_cache, v_cache = torch.empty(2, 9, 160, 2, 128, dtype=BF16).unbind(0)
+    q, k, v = (torch.empty(5, heads, 128, dtype=BF16) for heads in (8, 2, 2))
+    starts, batch = (STARTS, 3) if packed else (None, 5)
+    if not packed:
+        q, k, v = (x.unsqueeze(1) for x in (q, k, v))
+    dtype = BF16 if tables == "bf16" else torch.float32
+    rotary = Rotary(*torch.empty(2, 999, 32, dtype=dtype).unbind(0), interleaved)
+    before, rows = torch.ones(batch, dtype=INT32), torch.ones(batch, 1, dtype=INT32)
+    pad, no = before if padded else None, [None] * 5
+    call = AppendedCall(
+        *(q, k_cache, v_cache, None, before, starts, *no, k, v, *rotary[:2], starts, before),
+        *(rows, pad, interleaved, not packed),
+    )
+    plan = append_launch.plan_of(call.append, call, append_launch.prologue_of(call))
+    check(plan, target, False)
+    if target == "sm90":  # the sum and the products are rounded apart
+        built = build(plan.kernel, *plan.args, on=target, **plan.constants, **plan.options)
+        assert "mul.f32" in built.asm["ptx"] or "mul.rn.f32" in built.asm["ptx"]
+        assert not re.search(r"^\s*fma\.rn", built.asm["ptx"], re.MULTILINE)

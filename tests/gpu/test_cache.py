@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers.appends import drawn, results
 from helpers.caches import INT32, contiguous, paged, sequences
 from helpers.waits import nothing_waits
 
@@ -151,3 +152,21 @@ def test_one_graph_serves_any_lengths_and_nothing_waits():
                 torch.testing.assert_close(out[b : b + 1], alone, atol=2e-3, rtol=2e-3)
             else:
                 assert (out[b] == 0).all()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_new_keys_have_the_bits_of_torchs_operators(monkeypatch, seed):
+    """One launch that appends and prepares attention: first, relaunched, and without it."""
+    from tilewise.ops import append as append_ops
+    from tilewise.ops import calls
+
+    given = drawn(seed, device="cuda", headdim=64)
+    call, made, prepare = tilewise.flash_attn_with_kvcache, [], append_ops.prepare
+    monkeypatch.setattr(append_ops, "prepare", lambda *x: (made.append(0), prepare(*x))[1])
+    found = [results(call, given) for _ in range(3)]
+    assert len(made) == (3 if given.get("attention_chunk") else 1)
+    calls._entry.cache_clear()
+    monkeypatch.setattr(append_ops, "may_prepare", lambda *_: False)
+    apart = results(call, given)
+    for x in found:
+        assert_equal(x, apart)

@@ -8,10 +8,11 @@ from triton.runtime import jit
 
 import tilewise
 from tilewise import dispatch
-from tilewise.frontend import cache_checks
-from tilewise.kernels.common import decode_step
-from tilewise.kernels.portable import decode_launch
-from tilewise.ops import calls, kv_cache
+from tilewise.frontend import append_checks, cache_checks, new_keys
+from tilewise.frontend import kv_cache as kv_cache_calls
+from tilewise.kernels.common import append_step, decode_step
+from tilewise.kernels.portable import append_launch, decode_launch
+from tilewise.ops import append, calls, kv_cache
 
 from .looks import moved
 
@@ -65,12 +66,17 @@ def record(monkeypatch):
         return once(torch.empty(0, dtype=dtype), shape, dtype=dtype)
 
     monkeypatch.setattr(torch.Tensor, "new_empty", once)
-    monkeypatch.setattr(decode_step, "allocator_of", lambda device: in_room)
+    for module in (decode_step, append_step):
+        monkeypatch.setattr(module, "allocator_of", lambda device: in_room)
     for name in ("attn_split_kernel", "attn_fold_kernel"):
         monkeypatch.setattr(decode_launch, name, Kernel(name, log))
+    kernel = Kernel("cache_append_kernel", log)
+    monkeypatch.setattr(append_launch, "cache_append_kernel", kernel)
+    monkeypatch.setattr(append, "interpreter_is_on", lambda: True)
     monkeypatch.setattr(decode_launch, "on_device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(calls, "is_read", lambda x: False)
-    monkeypatch.setattr(cache_checks, "knows_values", lambda x: False)  # as on a GPU
+    for module in (cache_checks, append_checks, kv_cache_calls, new_keys):
+        monkeypatch.setattr(module, "knows_values", lambda x: False)  # as on a GPU
     monkeypatch.setattr(calls, "UNGUARDED", frozenset())
     calls._entry.cache_clear()
     monkeypatch.setattr(dispatch, "ask", lambda *_: None)

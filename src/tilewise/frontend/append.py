@@ -8,7 +8,9 @@ import torch
 
 from ..kernels.common.cached import Append
 from ..keywords import refuses_others, unexpected
-from ..ops import kv_cache as cache_ops
+from ..ops import append as append_ops
+from ..ops.calls import find
+from ..ops.context_parallel import refuse_shards
 from ..tile.rotary import Rotary
 from .append_checks import check_append, check_places
 from .cache_checks import check_no_grad
@@ -77,8 +79,23 @@ def append(
         raise unexpected("tilewise.cache.append", unknown)
     where = page_table, seqused_k, cu_seqlens_q, slots
     new = Append(k_cache, v_cache, k, v, *where, rotary, k_descale, v_descale)
+    entry = None
+    if rotary is None or type(rotary) is Rotary:
+        tensors = new.tensors
+        entry, addresses = find(tensors, ("append", rotary is None or rotary.interleaved))
+        if entry is not None and entry.step is not None:
+            refuse_shards()
+            if addresses is None:
+                addresses = [x.data_ptr() for x in tensors if x is not None]
+            if entry.step.repeats(addresses):
+                return
+    check_call(new)
+    append_ops.append(new, entry)
+
+
+def check_call(new: Append) -> None:
+    """Checks all arguments but which memory is whose."""
     check_append(new)
-    check_no_grad(("k_cache", k_cache), ("v_cache", v_cache), ("k", k), ("v", v))
-    check_no_grad(("k_descale", k_descale), ("v_descale", v_descale))
+    check_no_grad(*zip(("k_cache", "v_cache", "k", "v"), new[:4]))
+    check_no_grad(("k_descale", new.k_descale), ("v_descale", new.v_descale))
     check_places(new)
-    cache_ops.append(new)

@@ -43,15 +43,18 @@ def launch(
 def launch_step(
     step: Callable[..., Any],
     tensors: tuple[Tensor | None, ...],
-    addresses: Sequence[int] | None,
+    addresses: list[int] | None,
     has_lse: bool,
     layout: str = "bshd",
 ) -> tuple[Tensor, Any] | None:
-    """`out` and `lse` of a cached decode step, of `Cached.tensors` and `out`; None where it may not
-    be launched now. `addresses` are those of the tensors that are not None, where they are known.
+    """`out` and `lse` of a cached decode step, of `Cached.tensors`, `out` and what an append before
+    it takes; None where it may not be launched now. `addresses` are those of the tensors that are
+    not None, where they are known.
     """
     shards.refuse_shards()
     out = tensors[OUT]
+    if addresses is None:
+        addresses = [x.data_ptr() for x in tensors if x is not None]
     found: tuple[Tensor, Any] | None = step(tensors[:OUT], addresses, out, has_lse)
     if found is None or out is not None or layout == "bshd":
         return found

@@ -9,21 +9,27 @@ from typing import Any, Never
 import torch
 
 from ..errors import ArgumentError
+from ..kernels.common.cached import AppendedCall
 from ..kernels.common.shared_memory import check_written
 from ..keywords import refuses_others, unexpected
 from ..mods.masks import Predicate, chunked
+from ..ops import append as append_ops
 from ..ops.attention import needs_dispatcher
 from ..ops.calls import Entry, find
 from ..tile import split_kv
 from ..tile.paging import batch_of
-from ..tile.rotary import Rotary, rotate
-from . import append as cache
 from . import invariance
-from .append_checks import check_tables
 from .cache_checks import check_cached, check_kind, check_reach, last_read, refuse_beside_cache
 from .call import attend_cached, launch_step
 from .checks import knows_values
 from .chunks import check_chunk, chunk_band
+from .new_keys import (
+    append_apart,
+    append_new,
+    as_pages,
+    check_rotation,
+    without_padding,
+)
 from .qkv import check_tensor, with_contiguous_rows
 from .scalars import Window, as_int, band, check_flag
 
@@ -125,14 +131,20 @@ def flash_attn_with_kvcache(
     has_new = not (k is v is rotary_cos is rotary_sin is cu_seqlens_k_new is rotary_seqlens is None)
     is_moved = not (cache_batch_idx is cache_leftpad is None)
     descales = k_descale, v_descale
+    has_kernels = not (has_new and isinstance(k_cache, Tensor) and k_cache.is_cpu)
+    has_kernels = has_kernels or append_ops.interpreter_is_on()
     if has_one_table and isinstance(cache_seqlens, Tensor) and cache_seqlens.ndim == 1:
         tensors = q, k_cache, v_cache, place, cache_seqlens, cu_seqlens_q
         tensors = *tensors, alibi_slopes, learnable_sink, *descales, out
-        if not (has_new or is_moved) and qv is q_descale is None and type(attention_chunk) is int:
-            words = "flash_attn_with_kvcache", causal, softmax_scale, softcap, return_softmax_lse
-            entry, addresses = find(
-                tensors, (*words, attention_chunk, invariance.is_on), window_size
-            )
+        words = "flash_attn_with_kvcache", causal, softmax_scale, softcap, return_softmax_lse
+        words = *words, attention_chunk, invariance.is_on
+        if has_new:
+            tensors = *tensors, k, v, rotary_cos, rotary_sin, cu_seqlens_k_new, rotary_seqlens
+            tensors = *tensors, cache_batch_idx, cache_leftpad
+            words = "flash_attn_with_kvcache and new keys", rotary_interleaved, *words[1:]
+        is_plain = qv is q_descale is None and type(attention_chunk) is int
+        if is_plain and has_kernels and (has_new or not is_moved):
+            entry, addresses = find(tensors, words, window_size)
         if entry is not None and entry.step is not None:
             known = launch_step(entry.step, tensors, addresses, return_softmax_lse)
             if known is not None:
@@ -146,11 +158,13 @@ def flash_attn_with_kvcache(
         if x is not None:
             check_tensor(name, x)
     rows = with_contiguous_rows((("q", q), ("k", k), ("v", v)))
-    entry = entry if rows[0] is q else None  # what is launched is another
+    if not (rows[0] is q and rows[1] is k and rows[2] is v):
+        entry = None  # what is launched is another
     q, k, v = rows
-    table = _one_table(page_table, block_table)
-    rows = cache_batch_idx, cache_leftpad
-    if table is not None and any(x is not None for x in rows):
+    table = place
+    if not has_one_table:
+        raise ArgumentError("page_table and block_table are two names of one table: pass one")
+    if table is not None and is_moved:
         raise NotImplementedError(
             "cache_batch_idx and cache_leftpad with a page table, which says where each sequence "
             "lies: leave them out"
@@ -159,64 +173,61 @@ def flash_attn_with_kvcache(
     before = _lengths(cache_seqlens, batch, k_cache, table)
     causal = check_flag("causal", causal)
     if rotary_cos is not None:
-        is_interleaved = check_flag("rotary_interleaved", rotary_interleaved)
-        tables = rotary_cos, rotary_sin, is_interleaved
-        base = before if rotary_seqlens is None else rotary_seqlens
-        is_one = not causal and band(window_size, causal, "window_size") == (-1, -1)
-        q, k = _rotated(q, k, tables, base, (cu_seqlens_q, cu_seqlens_k_new), is_one)
-    used, names = before, ("cache_seqlens", "block_table" if page_table is None else "page_table")
+        rotary_interleaved = check_flag("rotary_interleaved", rotary_interleaved)
+        check_rotation(q, k, rotary_cos, rotary_sin)
+    names = "cache_seqlens", "block_table" if page_table is None else "page_table"
     place = table
     if cache_batch_idx is not None:
         place, names = cache_batch_idx.unsqueeze(1), (names[0], "cache_batch_idx")
     chunk = check_chunk(attention_chunk)
     window = chunk_band(chunk, band(window_size, causal, "window_size"))
     read = last_read(q, cu_seqlens_q, window[0])
-    fewest = None
+    used, fewest = before, None
     if k is not None:
         if v is None:
             raise ArgumentError("k without v: pass both, or neither")
-        new = _new_lengths(k, cu_seqlens_k_new)
-        used, names = before + new, (f"{names[0]} + new keys", names[1])
+        check_tensor("k", k)
+        new = k.shape[1] if cu_seqlens_k_new is None else cu_seqlens_k_new.diff()
+        names = f"{names[0]} + new keys", names[1]
+        used = before + new if knows_values(before) else None
         if isinstance(new, int):
             fewest = [new] * batch
         elif knows_values(new):
             fewest = new.tolist()
-    check_reach(k_cache, place, used, names=names, least=fewest, read=read)
+    check_reach(
+        k_cache, place, before if used is None else used, names=names, least=fewest, read=read
+    )
+    inner = keep = None
     if k is not None and v is not None:
-        cache.append(
-            *(k_cache, v_cache, k, v),
-            seqused_k=used,
-            page_table=place,
-            cu_seqlens_q=cu_seqlens_k_new,
-            k_descale=k_descale,
-            v_descale=v_descale,
-        )
+        tensors = q, k_cache, v_cache, table, before, cu_seqlens_q, alibi_slopes, learnable_sink
+        tensors = *tensors, *descales, out, k, v, rotary_cos, rotary_sin, cu_seqlens_k_new
+        tensors = *tensors, rotary_seqlens, None if cache_batch_idx is None else place
+        is_at_first = not causal and band(window_size, causal, "window_size") == (-1, -1)
+        call = AppendedCall._make((*tensors, cache_leftpad, rotary_interleaved, is_at_first))
+        if has_kernels:
+            appended = append_new(call, used, entry is not None and not chunk)
+        else:
+            appended = append_apart(call, used)
+        q, used, place, keep = appended
+        inner = None if keep is None else Entry()
+    elif cache_leftpad is not None:
+        used, place = without_padding(k_cache, used, cache_batch_idx, cache_leftpad)
     if cache_leftpad is not None:
-        _check_leftpad(cache_leftpad, used)
-        place = _table_of(cache_batch_idx, cache_leftpad, k_cache.shape[1], batch)
-        descales = _as_pages(k_descale), _as_pages(v_descale)
-        k_cache, v_cache = k_cache.flatten(0, 1).unsqueeze(1), v_cache.flatten(0, 1).unsqueeze(1)
-        used = used - cache_leftpad
+        stored = k_cache, v_cache, *descales
+        k_cache, v_cache, *descales = map(as_pages, stored)
+        if any(
+            x is not None and x.data_ptr() != y.data_ptr()
+            for x, y in zip(stored, (k_cache, v_cache, *descales))
+        ):
+            inner = None  # of copies
     score_args = alibi_slopes, learnable_sink, chunked(chunk) if chunk else None
     numbers = causal, softmax_scale, window, softcap, None
     cache_of = q, k_cache, v_cache, place, used, cu_seqlens_q
-    found, lse = _attend(cache_of, score_args, numbers, out, None if chunk else entry, descales)
+    outer = None if has_new or chunk else entry
+    found, lse = _attend(cache_of, score_args, numbers, out, inner or outer, tuple(descales))
+    if entry is not None and keep is not None and inner is not None and inner.step is not None:
+        entry.step = keep(inner.step)
     return (found, lse) if check_flag("return_softmax_lse", return_softmax_lse) else found
-
-
-def _check_leftpad(leftpad: Tensor, used: Tensor) -> None:
-    if knows_values(leftpad) and knows_values(used) and leftpad.shape == used.shape:
-        if bool(((leftpad < 0) | (leftpad > used)).any()):
-            raise ArgumentError(
-                f"cache_leftpad={leftpad.tolist()}: it must be at least 0 and at most the keys of "
-                f"its sequence, {used.tolist()}"
-            )
-
-
-def _one_table(page_table: Tensor | None, block_table: Tensor | None) -> Tensor | None:
-    if page_table is not None and block_table is not None:
-        raise ArgumentError("page_table and block_table are two names of one table: pass one")
-    return block_table if page_table is None else page_table
 
 
 def _lengths(
@@ -234,56 +245,6 @@ def _lengths(
             f"cache_seqlens={cache_seqlens!r}: it must be an int, int32 of shape (batch,), or None"
         )
     return torch.full((batch,), length, dtype=torch.int32, device=k_cache.device)
-
-
-def _new_lengths(k: Tensor, cu_seqlens: Tensor | None) -> int | Tensor:
-    check_tensor("k", k)
-    return k.shape[1] if cu_seqlens is None else cu_seqlens.diff()
-
-
-def _rotated(
-    q: Tensor,
-    k: Tensor | None,
-    tables: tuple[Tensor, Tensor | None, bool],
-    base: Tensor,
-    starts: tuple[Tensor | None, Tensor | None],
-    is_one: bool,
-) -> tuple[Tensor, Tensor]:
-    """q and k, turned; with `is_one` all of a sequence's queries stand at its first position."""
-    cos, sin, is_interleaved = tables
-    if k is None or sin is None:
-        missing = "k" if k is None else "rotary_sin"
-        raise ArgumentError(f"rotary_cos without {missing}: pass rotary_cos, rotary_sin, k and v")
-    rotary = Rotary(cos, sin, is_interleaved)
-    check_tables(rotary, q, "q")
-    of_q, of_k = (_positions(x, base, cu) for x, cu in zip((q, k), starts))
-    if is_one:
-        of_q = of_q[0], torch.zeros_like(of_q[1])
-    return rotate(q, rotary, of_q[0] + of_q[1]), rotate(k, rotary, of_k[0] + of_k[1])
-
-
-def _positions(x: Tensor, base: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Where the sequence of each row begins, and the row in it."""
-    if cu_seqlens is None:
-        row = torch.arange(x.shape[1], device=x.device)
-        return base.long().unsqueeze(1), row.expand(x.shape[0], -1)
-    row = torch.arange(x.shape[0], device=x.device)
-    last = max(cu_seqlens.shape[0] - 2, 0)
-    sequence = torch.searchsorted(cu_seqlens[1:].long(), row, right=True).clamp(max=last)
-    return base.long()[sequence], row - cu_seqlens.long()[sequence]
-
-
-def _as_pages(x: Tensor | None) -> Tensor | None:
-    """Scales by row of a cache as pages of one row; others as they are."""
-    return x if x is None or x.dim() < 3 else x.flatten(0, 1).unsqueeze(1)
-
-
-def _table_of(rows: Tensor | None, leftpad: Tensor, seqlen: int, batch: int) -> Tensor:
-    """The page table of a cache as pages of one row: a sequence has those from its padding on."""
-    if rows is None:
-        rows = torch.arange(batch, dtype=torch.int32, device=leftpad.device)
-    positions = torch.arange(seqlen, dtype=torch.int32, device=leftpad.device)
-    return (rows * seqlen + leftpad).unsqueeze(1) + positions
 
 
 def flash_attn_combine(

@@ -48,7 +48,7 @@ class Entry:
         self.call: Call | None = None
         self.fp8: Any = None
         self.quantize: Any = None
-        self.step: Callable[..., Any] | None = None
+        self.step: Any = None
 
 
 @functools.lru_cache(maxsize=MAX_ENTRIES)

@@ -6,28 +6,20 @@ from __future__ import annotations
 
 import importlib
 from types import ModuleType
-from typing import Any
 
 import torch
-from torch._C._functorch import (
-    is_batchedtensor,
-    is_functorch_wrapped_tensor,
-    peek_interpreter_stack,
-)
+from torch._C._functorch import is_functorch_wrapped_tensor, peek_interpreter_stack
 from torch.autograd import forward_ad
 
 from .. import dispatch
-from ..emulation import interpreter_is_on
 from ..errors import Slower
 from ..kernels.common.alignment import ALIGNMENT, check_elements
-from ..kernels.common.cached import Append, Cached, lse_shape
+from ..kernels.common.cached import Cached, lse_shape
 from ..kernels.common.outputs import fill_padding, has_no_sequence
 from ..kernels.common.shared_memory import check_apart, check_written
 from ..mods.flatten import check_captured
 from ..mods.serialize import MASK, deserialize, serialize
 from ..problem import Call, Extras, Mods, Scalars
-from ..tile.quantize import by_row
-from ..tile.rotary import Rotary
 from . import attention as ops
 from .attention import needs_dispatcher
 from .context_parallel import refuse_shards
@@ -46,15 +38,8 @@ SCALAR_SCHEMA = (
 COUNT = f"{TENSOR_SCHEMA}, {SCALAR_SCHEMA}".count(",") + 1
 SCALES = "Tensor? k_descale=None, Tensor? v_descale=None"
 READ = f"{TENSOR_SCHEMA}, {SCALAR_SCHEMA}, {SCALES}"
-SCALED = ["k_descale", "v_descale", "k_row_scales", "v_row_scales"]
 LIBRARY.define(f"flash_attn_cache({READ}) -> (Tensor, Tensor)")
 LIBRARY.define(f"flash_attn_cache_out({READ}, *, Tensor(a!) out) -> Tensor")
-LIBRARY.define(
-    "flash_attn_cache_append(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, "
-    "Tensor? page_table, Tensor? seqused_k, Tensor? cu_seqlens_q, Tensor? slots, Tensor? cos, "
-    "Tensor? sin, bool interleaved, Tensor? k_descale=None, Tensor? v_descale=None, "
-    "Tensor(c!)? k_row_scales=None, Tensor(d!)? v_row_scales=None) -> ()"
-)
 
 
 def attention(cached: Cached, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -140,77 +125,6 @@ def _batch(q: Tensor, cu_seqlens_q: Tensor | None) -> int:
     return q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
 
 
-def append(new: Append) -> None:
-    """New keys and values, checked, into a cache."""
-    rotary = new.rotary
-    turned = (None, None, True) if rotary is None else rotary
-    tensors = *new[:8], *turned[:2]
-    if peek_interpreter_stack() is not None:
-        if any(x is not None and is_batchedtensor(x) for x in (*tensors, *new[-2:])):
-            raise NotImplementedError(
-                "cache.append inside torch.vmap: it writes one cache in place; fold the mapped "
-                "dimension into the batch, or call it once per element"
-            )
-    if needs_dispatcher(*tensors, *new[-2:]):
-        read = [None if by_row(x) else x for x in new[-2:]]
-        written = [x if by_row(x) else None for x in new[-2:]]
-        torch.ops.tilewise.flash_attn_cache_append(*tensors, turned[2], *read, *written)
-    else:
-        _run_append(new)
-
-
-def _run_append(new: Append) -> None:
-    refuse_shards()
-    if new.k.is_meta:
-        return
-    _check_memory(new)
-    new = new.resolved()
-    device = new.k.device
-    if device.type != "cpu" or interpreter_is_on():
-        name = "tilewise.kernels.portable.append_launch"
-    else:
-        name = "tilewise.kernels.cpu.append"
-    importlib.import_module(name).append(new)
-
-
-def _check_memory(new: Append) -> None:
-    """Refuses a call that would write memory which it writes or reads elsewhere."""
-    scales = [name for name in ("k_descale", "v_descale") if by_row(getattr(new, name))]
-    written = "k_cache", "v_cache", *scales
-    named: dict[str, Any] = dict(zip(Append._fields, new))
-    del named["rotary"]
-    if new.rotary is not None:
-        named |= {"rotary.cos": new.rotary.cos, "rotary.sin": new.rotary.sin}
-    names = *written, *(name for name in named if name not in written)
-    for name in written:
-        check_written(name, named[name])
-    caches = new.k_cache, new.v_cache
-    has_places = new.page_table is not None or new.slots is not None
-    # One pool of pages may hold both: then page n of K may not be page n of V
-    is_pool = has_places and new.k_cache.stride() == new.v_cache.stride()
-    if is_pool:
-        check_apart(names[:2], [x[:1] for x in caches], 1)
-    for i, name in enumerate(written):
-        compared = [other for other in names[i + 1 :] if not (is_pool and other == "v_cache")]
-        check_apart((name, *compared), [named[other] for other in (name, *compared)], 1)
-    check_elements(named.items())
-
-
-def _append_kernel(*args):
-    _append_fake(*args)
-    *tensors, cos, sin, interleaved = args[:11]
-    rotary = None if cos is None else Rotary(cos, sin, interleaved)
-    k_read, v_read, k_written, v_written = (*args[11:], None, None, None, None)[:4]
-    k_scale = k_read if k_written is None else k_written
-    v_scale = v_read if v_written is None else v_written
-    _run_append(Append._make((*tensors, rotary, k_scale, v_scale)))
-
-
-def _append_fake(*args):
-    names = (*Append._fields[:8], "cos", "sin", *SCALED)
-    check_devices(names, (*args[:10], *args[11:]))
-
-
 def _run(cached: Cached, out: Tensor | None) -> tuple[Tensor, Tensor]:
     refuse_shards()
     fresh, lse = _empty(cached, out)
@@ -292,8 +206,6 @@ def _out_fake(*args, out):
 
 LIBRARY.impl("flash_attn_cache", _kernel, "CompositeExplicitAutograd")
 LIBRARY.impl("flash_attn_cache_out", _out_kernel, "CompositeExplicitAutograd")
-LIBRARY.impl("flash_attn_cache_append", _append_kernel, "CompositeExplicitAutograd")
-torch.library.register_fake("tilewise::flash_attn_cache_append", _append_fake, lib=LIBRARY)
 torch.library.register_fake("tilewise::flash_attn_cache", _fake, lib=LIBRARY)
 torch.library.register_fake("tilewise::flash_attn_cache_out", _out_fake, lib=LIBRARY)
 

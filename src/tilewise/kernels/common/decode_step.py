@@ -59,6 +59,7 @@ class DecodeStep:
         states: Sequence[Tensor],
     ) -> None:
         """`read` are the tensors that are not None, and so are those of calls."""
+        self.append: Any = None  # the `AppendStep` that is launched first
         self.bytes = [stop - first for first, stop in map(span_of, (*read, out))]
         self.device, self.index = device, device.index
         self.empty = allocator_of(device)
@@ -87,6 +88,15 @@ class DecodeStep:
         row = addresses
         if row is None:
             row = [x.data_ptr() for x in (*tensors, out) if x is not None]
+        memory = append = self.append  # memory is held until both are launched
+        if append is not None:
+            memory = append.empty(*append.room)
+            first = memory.data_ptr()
+            for start in append.starts:  # a comprehension is a call
+                row += (first + start,)
+            if not append.repeats(row):
+                return None
+            row = list(append.reads(row))
         if out is None:
             out = empty(*self.of_out)
             row.append(out.data_ptr())

@@ -64,11 +64,13 @@ class SplitPlan(NamedTuple):
     constants: dict
     warps: int = WARPS
     stages: int = STAGES
+    is_fused: bool = True  # whether a product and a sum are rounded once
 
     @property
     def options(self) -> dict:
         """How it is compiled."""
-        return dict(num_warps=self.warps, num_stages=self.stages, enable_fp_fusion=True)
+        fusion = dict(enable_fp_fusion=self.is_fused)
+        return dict(num_warps=self.warps, num_stages=self.stages) | fusion
 
 
 def choice_of(problem: Problem, queries: int = 1) -> Choice:

@@ -1,0 +1,123 @@
+"""New keys of `flash_attn_with_kvcache`: one launch appends them and writes what attention reads
+with them, or torch's operators compute that, and `cache.append` follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from ..errors import ArgumentError
+from ..kernels.common.cached import TENSORS, AppendedCall
+from ..ops import append as append_ops
+from ..tile.rotary import Rotary, rotate
+from .append import check_call
+from .append_checks import check_tables
+from .cache_checks import check_no_grad
+from .checks import knows_values
+
+Tensor = torch.Tensor
+
+
+class Appended(NamedTuple):
+    """What attention takes after an append, and how both are launched again."""
+
+    q: Tensor
+    used: Tensor  # the keys of each sequence, without its padding
+    page_table: Tensor | None
+    keep: Callable[[Any], Any] | None = None  # from the decode step the step of the call
+
+
+def append_new(call: AppendedCall, used: Tensor | None, is_kept: bool) -> Appended:
+    """Appends. `used` has the keys of each sequence with the new ones, where values are known."""
+    if not append_ops.may_prepare(call):
+        return append_apart(call, used)
+    counted = call.before if used is None else used
+    check_call(call.append._replace(seqused_k=counted, rotary=None))
+    check_no_grad(("q", call.q))
+    if call.leftpad is not None and used is not None:
+        _check_leftpad(call.leftpad, used)
+    views = call.views() if is_kept else call
+    prologue, step = append_ops.prepare(views, is_kept)
+    rotated = None if prologue.rotated is None else prologue.rotated.ptr
+    q, table = call.q if rotated is None else rotated, prologue.table
+    appended = Appended(q, prologue.used, call.page_table if table is None else table)
+    if step is None:
+        return appended
+    q, table = views.q if rotated is None else rotated, views.page_table if table is None else table
+    row = *views[:TENSORS], *prologue.parts
+    reads = [q, views.k_cache, views.v_cache, table, prologue.used, *views[5:11]]
+    return appended._replace(keep=lambda decode: step.before(decode, row, reads))
+
+
+def append_apart(call: AppendedCall, used: Tensor | None) -> Appended:
+    """Appends with torch's operators and `cache.append`: on a CPU, compiled, and for what a launch
+    does not take.
+    """
+    q, k, starts = call.q, call.k, call.cu_seqlens_k
+    rotary = call.rotary
+    if rotary is not None:
+        base = call.before if call.rotary_seqlens is None else call.rotary_seqlens
+        of_q, of_k = _positions(q, base, call.cu_seqlens_q), _positions(k, base, starts)
+        if call.is_at_first:
+            of_q = of_q[0], torch.zeros_like(of_q[1])
+        q, k = rotate(q, rotary, of_q[0] + of_q[1]), rotate(k, rotary, of_k[0] + of_k[1])
+    if used is None:
+        used = call.before + (k.shape[1] if starts is None else starts.diff())
+    new = call.append._replace(k=k, seqused_k=used, rotary=None)
+    check_call(new)
+    append_ops.append(new)
+    if call.leftpad is None:
+        return Appended(q, used, call.page_table)
+    rows = None if call.rows is None else call.rows.squeeze(1)
+    return Appended(q, *without_padding(call.k_cache, used, rows, call.leftpad))
+
+
+def check_rotation(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor | None) -> None:
+    """Checks the tables of q and k."""
+    if k is None or sin is None:
+        missing = "k" if k is None else "rotary_sin"
+        raise ArgumentError(f"rotary_cos without {missing}: pass rotary_cos, rotary_sin, k and v")
+    check_tables(Rotary(cos, sin), q, "q")
+
+
+def _positions(x: Tensor, base: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Where the sequence of each row begins, and the row in it."""
+    if cu_seqlens is None:
+        row = torch.arange(x.shape[1], device=x.device)
+        return base.long().unsqueeze(1), row.expand(x.shape[0], -1)
+    row = torch.arange(x.shape[0], device=x.device)
+    last = max(cu_seqlens.shape[0] - 2, 0)
+    sequence = torch.searchsorted(cu_seqlens[1:].long(), row, right=True).clamp(max=last)
+    return base.long()[sequence], row - cu_seqlens.long()[sequence]
+
+
+def as_pages(x: Any) -> Any:
+    """A cache, or scales by row of one, as pages of one row; other scales as they are."""
+    return x if x is None or x.dim() < 3 else x.flatten(0, 1).unsqueeze(1)
+
+
+def without_padding(
+    k_cache: Tensor, used: Tensor, rows: Tensor | None, leftpad: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The keys of each sequence, and the page table of a cache as pages of one row: a sequence has
+    those from its padding on.
+    """
+    _check_leftpad(leftpad, used)
+    if rows is None:
+        rows = torch.arange(used.shape[0], dtype=torch.int32, device=leftpad.device)
+    seqlen = k_cache.shape[1]
+    positions = torch.arange(seqlen, dtype=torch.int32, device=leftpad.device)
+    return used - leftpad, (rows * seqlen + leftpad).unsqueeze(1) + positions
+
+
+def _check_leftpad(leftpad: Tensor, used: Tensor) -> None:
+    """Checks values where they may be read."""
+    if knows_values(leftpad) and knows_values(used) and leftpad.shape == used.shape:
+        if bool(((leftpad < 0) | (leftpad > used)).any()):
+            raise ArgumentError(
+                f"cache_leftpad={leftpad.tolist()}: it must be at least 0 and at most the keys of "
+                f"its sequence, {used.tolist()}"
+            )

@@ -1,0 +1,69 @@
+"""An append that was launched before, for other tensors of the same signature: no checks but that
+of memory, as only it depends on addresses.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .decode_step import Room, allocator_of
+from .relaunch import Launches
+from .shared_memory import span_of
+
+Tensor = torch.Tensor
+
+
+class AppendStep:
+    """The launch of an append, and what it makes for a decode step. Holds no tensor."""
+
+    reads: Callable[..., tuple]  # of all addresses those that the decode step takes
+
+    def __init__(
+        self,
+        launches: Launches,
+        tensors: Sequence[Tensor],
+        written: Sequence[int],
+        parts: Sequence[Tensor],
+    ) -> None:
+        """`tensors` are those of a call that are not None, of which some are `written`; `parts` are
+        of one memory.
+        """
+        self.launches, self.written = launches, written
+        spans = [span_of(x) if x.numel() else (0, 0) for x in tensors]
+        self.sizes = [stop - first for first, stop in spans]
+        self.overlaps = self.overlaps_of([x.data_ptr() for x in tensors])
+        self.starts = [x.storage_offset() * x.itemsize for x in parts]
+        if parts:
+            self.empty = allocator_of(parts[0].device)
+            self.room = Room((parts[0].untyped_storage().nbytes(),), (1,), torch.uint8)
+
+    def overlaps_of(self, row: Sequence[int]) -> list[tuple[int, int]]:
+        """Tensors whose memory may be that of one that is written, and how far they are from it."""
+        overlaps = []
+        for n in self.written:
+            first = row[n]
+            stop = first + self.sizes[n]
+            for place, size in enumerate(self.sizes):
+                address = row[place]
+                if address < stop and first < address + size:
+                    overlaps.append((place, address - first))
+        return overlaps
+
+    def repeats(self, row: Sequence[int]) -> bool:
+        """Whether it could be launched by the addresses of tensors and parts."""
+        return self.overlaps_of(row) == self.overlaps and self.launches.again_at(row)
+
+    def before(
+        self, decode: Any, row: Sequence[Tensor | None], reads: Sequence[Tensor | None]
+    ) -> Any:
+        """A decode step that launches this first. `row` are the tensors of the call and the parts,
+        `reads` those of them that the decode step takes, in its order.
+        """
+        places = {id(x): n for n, x in enumerate(x for x in row if x is not None)}
+        self.reads = operator.itemgetter(*[places[id(x)] for x in reads if x is not None])
+        decode.append = self
+        return decode

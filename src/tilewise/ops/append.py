@@ -1,0 +1,142 @@
+"""The operator of appends to a KV cache, and how a call reaches its kernel."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+from torch._C._functorch import is_batchedtensor, peek_interpreter_stack
+from torch.autograd import forward_ad
+
+from ..emulation import interpreter_is_on
+from ..kernels.common.alignment import check_elements
+from ..kernels.common.cached import TENSORS, Append, AppendedCall
+from ..kernels.common.shared_memory import check_apart, check_written, span_of
+from ..tile.quantize import by_row
+from ..tile.rotary import Rotary
+from .attention import needs_dispatcher
+from .calls import Entry, has_lazy
+from .context_parallel import refuse_shards
+from .schema import LIBRARY, check_devices
+
+Tensor = torch.Tensor
+CPU, PORTABLE = "tilewise.kernels.cpu.append", "tilewise.kernels.portable.append_launch"
+SCALED = ["k_descale", "v_descale", "k_row_scales", "v_row_scales"]
+LIBRARY.define(
+    "flash_attn_cache_append(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, "
+    "Tensor? page_table, Tensor? seqused_k, Tensor? cu_seqlens_q, Tensor? slots, Tensor? cos, "
+    "Tensor? sin, bool interleaved, Tensor? k_descale=None, Tensor? v_descale=None, "
+    "Tensor(c!)? k_row_scales=None, Tensor(d!)? v_row_scales=None) -> ()"
+)
+
+
+def append(new: Append, entry: Entry | None = None) -> None:
+    """New keys and values, checked, into a cache; `entry` is the cache entry of such calls."""
+    rotary = new.rotary
+    turned = (None, None, True) if rotary is None else rotary
+    tensors = *new[:8], *turned[:2]
+    if peek_interpreter_stack() is not None:
+        if any(x is not None and is_batchedtensor(x) for x in (*tensors, *new[-2:])):
+            raise NotImplementedError(
+                "cache.append inside torch.vmap: it writes one cache in place; fold the mapped "
+                "dimension into the batch, or call it once per element"
+            )
+    if needs_dispatcher(*tensors, *new[-2:]):
+        read = [None if by_row(x) else x for x in new[-2:]]
+        written = [x if by_row(x) else None for x in new[-2:]]
+        torch.ops.tilewise.flash_attn_cache_append(*tensors, turned[2], *read, *written)
+    else:
+        _run_append(new, entry)
+
+
+def _run_append(new: Append, entry: Entry | None = None) -> None:
+    refuse_shards()
+    if new.k.is_meta:
+        return
+    _check_memory(new)
+    new = new.resolved()
+    if new.k.is_cpu and not interpreter_is_on():
+        importlib.import_module(CPU).append(new)
+        return
+    step = importlib.import_module(PORTABLE).append(new, entry is not None)
+    if entry is not None:
+        entry.step = step
+
+
+def prepare(call: AppendedCall, is_kept: bool) -> tuple[Any, Any]:
+    """The append of a call, and what attention reads with it, a `Prologue`, in one launch, of what
+    `may_prepare` passed; and the `AppendStep` of a call that is to be launched again.
+    """
+    refuse_shards()
+    _check_memory(call.append)
+    check_elements(zip(call._fields[:TENSORS], call[:TENSORS]))
+    return importlib.import_module(PORTABLE).prepare(call, is_kept)
+
+
+def may_prepare(call: AppendedCall) -> bool:
+    """Whether one launch may compute what torch's operators and an append would, where kernels run.
+    They broadcast, and read all before they write.
+    """
+    q, before, starts, tensors = call.q, call.before, call.cu_seqlens_q, call[:TENSORS]
+    if q.is_meta or needs_dispatcher(*tensors):
+        return False
+    if forward_ad._current_level >= 0 or peek_interpreter_stack() is not None or has_lazy(tensors):
+        return False
+    if not all(x.numel() for x in (q, before, *call[1:3], call.k, call.v)):
+        return False
+    if q.itemsize > 4 or q.device != call.k.device or q.shape[-1] != call.k.shape[-1]:
+        return False
+    counts = [x for x in (before, call.rotary_seqlens, call.leftpad) if x is not None]
+    kinds = {(x.dtype, x.device) for x in (*counts, starts) if x is not None}
+    if kinds != {(torch.int32, q.device)} or any(x.shape != before.shape for x in counts):
+        return False
+    batch = q.shape[0] if starts is None else starts.numel() - 1
+    if q.dim() != (4 if starts is None else 3) or batch != before.shape[0]:
+        return False
+    sources = q, before, starts, call.cos, call.sin, call.rotary_seqlens, call.rows, call.leftpad
+    spans = [span_of(x) for x in sources if x is not None]
+    written = [span_of(x) for x in call.append.written]
+    return all(stop <= first or end <= start for first, end in written for start, stop in spans)
+
+
+def _check_memory(new: Append) -> None:
+    """Refuses a call that would write memory which it writes or reads elsewhere."""
+    scales = [name for name in ("k_descale", "v_descale") if by_row(getattr(new, name))]
+    written = "k_cache", "v_cache", *scales
+    named: dict[str, Any] = dict(zip(Append._fields, new))
+    del named["rotary"]
+    if new.rotary is not None:
+        named |= {"rotary.cos": new.rotary.cos, "rotary.sin": new.rotary.sin}
+    names = *written, *(name for name in named if name not in written)
+    for name in written:
+        check_written(name, named[name])
+    caches = new.k_cache, new.v_cache
+    has_places = new.page_table is not None or new.slots is not None
+    # One pool of pages may hold both: then page n of K may not be page n of V
+    is_pool = has_places and new.k_cache.stride() == new.v_cache.stride()
+    if is_pool:
+        check_apart(names[:2], [x[:1] for x in caches], 1)
+    for i, name in enumerate(written):
+        compared = [other for other in names[i + 1 :] if not (is_pool and other == "v_cache")]
+        check_apart((name, *compared), [named[other] for other in (name, *compared)], 1)
+    check_elements(named.items())
+
+
+def _append_kernel(*args):
+    _append_fake(*args)
+    *tensors, cos, sin, interleaved = args[:11]
+    rotary = None if cos is None else Rotary(cos, sin, interleaved)
+    k_read, v_read, k_written, v_written = (*args[11:], None, None, None, None)[:4]
+    k_scale = k_read if k_written is None else k_written
+    v_scale = v_read if v_written is None else v_written
+    _run_append(Append._make((*tensors, rotary, k_scale, v_scale)))
+
+
+def _append_fake(*args):
+    names = (*Append._fields[:8], "cos", "sin", *SCALED)
+    check_devices(names, (*args[:10], *args[11:]))
+
+
+LIBRARY.impl("flash_attn_cache_append", _append_kernel, "CompositeExplicitAutograd")
+torch.library.register_fake("tilewise::flash_attn_cache_append", _append_fake, lib=LIBRARY)
