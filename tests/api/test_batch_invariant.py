@@ -72,6 +72,31 @@ def test_a_split_size_of_a_calls_own_wins(sizes):
     assert sizes == [4, 1024, 4]
 
 
+def test_a_block_again_and_a_decorator(sizes):
+    block = tilewise.batch_invariant()
+    for _ in range(5):
+        with block:
+            call()
+        call()
+    decorated = tilewise.batch_invariant()(call)
+    call()
+    decorated()
+    call()
+    assert sizes == [1024, 0] * 5 + [0, 1024, 0]
+
+
+def test_blocks_that_overlap_are_an_error(sizes):
+    first = tilewise.batch_invariant()
+    first.__enter__()
+    second = tilewise.batch_invariant()
+    second.__enter__()
+    for block in (first, second):
+        with pytest.raises(RuntimeError, match="overlap"):
+            block.__exit__(None, None, None)
+        call()
+    assert sizes == [1024, 1024] and invariance.depth == 0  # bits are kept
+
+
 @pytest.mark.parametrize("value, expected", [("1", True), ("0", False), (None, False)])
 def test_the_environment_says_it_at_import(value, expected, monkeypatch):
     monkeypatch.delenv("TILEWISE_BATCH_INVARIANT", raising=False)

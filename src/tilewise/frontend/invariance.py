@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Callable
+from typing import Any
 
 from .scalars import check_flag
 
 # Of the process, not of a thread, and what a compiler reads, so that a graph which was compiled
 # without it is not run with it
 is_on = os.environ.get("TILEWISE_BATCH_INVARIANT") == "1"
+depth = 0  # how many blocks have begun and not ended
 
 
 def batch_invariant(enabled: bool = True) -> BatchInvariant:
@@ -34,24 +38,49 @@ def batch_invariant(enabled: bool = True) -> BatchInvariant:
         enabled: False turns it off.
 
     Returns:
-        A context manager, whose end restores what was before. Blocks nest. It is the process's, not
-        a thread's; compiled functions are compiled again.
+        A context manager, whose end restores what was before, and a decorator of functions. Blocks
+        nest. It is the process's, not a thread's: with threads or asyncio tasks call it once, as
+        blocks that overlap raise a RuntimeError. Compiled functions are compiled again.
     """
     global is_on
-    before = is_on
-    is_on = check_flag("enabled", enabled)
-    return BatchInvariant(before)
+    block = BatchInvariant(check_flag("enabled", enabled), is_on)
+    is_on = enabled
+    return block
 
 
 class BatchInvariant:
     """The context manager that `batch_invariant` returns: its end reverts the call."""
 
-    def __init__(self, before: bool) -> None:
-        self._before = before
+    def __init__(self, enabled: bool, before: bool) -> None:
+        self._enabled, self._before = enabled, before
+        self._depth = 0  # of its last block; 0 before the first, which the call has begun
 
     def __enter__(self) -> None:
-        return None
+        global is_on, depth
+        if self._depth:
+            self._before, is_on = is_on, self._enabled
+        depth += 1
+        self._depth = depth
 
     def __exit__(self, *raised: object) -> None:
+        global is_on, depth
+        is_last = depth == self._depth
+        depth -= 1
+        if not is_last:
+            raise RuntimeError(
+                "blocks of tilewise.batch_invariant overlap, in threads or asyncio tasks: it is the "
+                "process's, so call it once, without a block"
+            )
+        is_on = self._before
+
+    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, each call of it in a block."""
         global is_on
         is_on = self._before
+
+        @functools.wraps(function)
+        def run(*args: Any, **options: Any) -> Any:
+            with batch_invariant(self._enabled):
+                return function(*args, **options)
+
+        return run
