@@ -70,7 +70,7 @@ SDPA = {
     ),
     "dropout_p": Word("dropout_p", "rounded to a multiple of 1/256"),
     "is_causal": Word(
-        "causal", 'torch\'s is `causal="top_left"`', "causal=, and torch's is causal='top_left'"
+        "causal", 'torch\'s is `causal="top_left"`', "causal=; torch's corner is tilewise.attention(causal='top_left')"
     ),
     "scale": Word("scale"),
     "enable_gqa": Word("", "inferred from the head counts", "leave it out, as head counts say it"),
@@ -118,7 +118,7 @@ THEIRS = CACHE | FLEX | SDPA | FLASH
 NARROWER = "attention_chunk", "cache_batch_idx"
 CAVEATS = {
     "cache_seqlens": "cache_seqlens=, which does not count the new keys",
-    "is_causal": "is_causal=, which is causal='top_left'",
+    "is_causal": "is_causal=, whose corner is the top left",
 }
 
 ATTENTION = "tilewise.attention"

@@ -77,6 +77,7 @@ def bandwidth(figures, add, bytes_moved):
         "01_vector_add_bandwidth",
     )
     largest = 1 << max(LOGS)
+    print(figures.machine)
     for name, line in by_size.items():
         print(f"{name:>7}: {line[largest]:6.0f} GB/s for {largest:,} elements")
     for place, (name, line) in enumerate(by_block.items()):
