@@ -70,7 +70,9 @@ SDPA = {
     ),
     "dropout_p": Word("dropout_p", "rounded to a multiple of 1/256"),
     "is_causal": Word(
-        "causal", 'torch\'s is `causal="top_left"`', "causal=; torch's corner is tilewise.attention(causal='top_left')"
+        "causal",
+        'torch\'s is `causal="top_left"`',
+        "causal=; torch's corner is tilewise.attention(causal='top_left')",
     ),
     "scale": Word("scale"),
     "enable_gqa": Word("", "inferred from the head counts", "leave it out, as head counts say it"),

@@ -68,8 +68,8 @@ class BatchInvariant:
         depth -= 1
         if not is_last:
             raise RuntimeError(
-                "blocks of tilewise.batch_invariant overlap, in threads or asyncio tasks: it is the "
-                "process's, so call it once, without a block"
+                "blocks of tilewise.batch_invariant overlap, in threads or asyncio tasks: it is "
+                "the process's, so call it once, without a block"
             )
         is_on = self._before
 
