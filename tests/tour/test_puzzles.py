@@ -33,6 +33,8 @@ MISTAKES = [
     ("reduce", "row * columns + offs", "offs", "out for 3 rows of 5 numbers: element [1] is "),
     ("reduce", "out + row", "out", "element [0] is "),
     ("reduce", "mask=offs < columns, other=0.0", "", "Out of bounds: "),
+    ("reduce", ", other=0.0", "", "element [0] is nan"),
+    ("tile_sum", ", other=0.0", "", "is nan"),
     ("tile_sum", " & (offs_n[None, :] < N)", "", "Out of bounds: load in program (1, 1, 0)"),
     ("tile_sum", "(offs_m[:, None] < M) &", "", "Out of bounds: "),
     ("tile_sum", "i * tl.num_programs(1) + j", "i + j", "element [1, 0] is "),
