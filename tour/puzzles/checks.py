@@ -40,7 +40,7 @@ masked_load = InterpreterBuilder.create_masked_load
 
 
 def load_or_nan(builder, ptrs, mask, other, *options):
-    """A masked load. Where no `other` is said it may give anything on a GPU: nan."""
+    """A masked load. Without `other` it may give anything on a GPU: here, nan."""
     dtype = ptrs.get_element_ty()
     if other is None and dtype.is_fp32():
         nan = np.full(ptrs.data.shape, np.nan, np.float32)
