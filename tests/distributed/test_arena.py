@@ -14,9 +14,10 @@ from helpers.processes import run
 from helpers.waits import SHORT
 
 import tilewise.distributed as td
-from tilewise.distributed.arena import arena_of
-from tilewise.distributed.exchange import publish, publish_rows, runs_in_turn
-from tilewise.distributed.halves import LEAST
+from tilewise.distributed.layouts.pulls import runs_in_turn
+from tilewise.distributed.transport.arena import arena_of
+from tilewise.distributed.transport.exchange import publish_rows
+from tilewise.distributed.transport.halves import LEAST
 from tilewise.errors import ArgumentError
 
 if not dist.is_available() or not dist.is_gloo_available():
@@ -61,7 +62,9 @@ def sequences(rank):
     """Rows through a layout come into global order."""
     layout = td.striped(50, block=4)
     x = torch.arange(100).view(50, 2)
-    found = publish(arena_of(layout.group, x.device), "rows", [layout.shard(x, 0)], layout)
+    found = publish_rows(
+        arena_of(layout.group, x.device), "rows", [layout.shard(x, 0)], layout.counts
+    )
     whole = torch.zeros_like(x)
     ranks = []
     for peer, row, start, stop in runs_in_turn(layout, [(3, 30), (41, 50)]):

@@ -12,9 +12,9 @@ from helpers.tiers import sample
 
 import tilewise
 import tilewise.distributed as td
-from tilewise.distributed.arena import arena_of
-from tilewise.distributed.attention import NOT_SERVED
-from tilewise.distributed.work import keys_of
+from tilewise.distributed.api.attention import NOT_SERVED
+from tilewise.distributed.layouts.work import keys_of
+from tilewise.distributed.transport.arena import arena_of
 from tilewise.errors import ArgumentError
 
 if not dist.is_available() or not dist.is_gloo_available():

@@ -11,11 +11,11 @@ from helpers.tiers import sample_rows
 
 import tilewise
 import tilewise.distributed as td
-from tilewise.distributed import packed_runs, rows
-from tilewise.distributed.call_spec import CallSpec, check
-from tilewise.distributed.halves import Arena
-from tilewise.distributed.memory import Files
-from tilewise.distributed.stream import by_runs
+from tilewise.distributed.methods import packed_runs, rows
+from tilewise.distributed.methods.call_spec import CallSpec, check
+from tilewise.distributed.methods.stream import by_runs
+from tilewise.distributed.transport.halves import Arena
+from tilewise.distributed.transport.memory import Files
 from tilewise.problem import Saved
 from tilewise.testing import use_emulator
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import tilewise.distributed as td
-from tilewise.distributed import one_launch
-from tilewise.distributed.call_spec import CallSpec
-from tilewise.distributed.copies import (
+from tilewise.distributed.methods import one_launch
+from tilewise.distributed.methods.call_spec import CallSpec
+from tilewise.distributed.transport.copies import (
     Group,
     Kind,
     bytes_at,
@@ -17,7 +17,7 @@ from tilewise.distributed.copies import (
     kind_of,
     strides_of,
 )
-from tilewise.distributed.head_copies import to_heads, to_rows
+from tilewise.distributed.transport.head_copies import to_heads, to_rows
 
 RANKS = 3
 

@@ -17,10 +17,10 @@ from helpers.shards import NAMES, Case, compare
 from helpers.waits import SHORT
 
 import tilewise.distributed as td
-from tilewise.distributed import arena as arenas
-from tilewise.distributed import device_barrier
-from tilewise.distributed.device_arena import DeviceArena, refuse_capture
-from tilewise.distributed.exchange import publish_rows
+from tilewise.distributed.transport import arena as arenas
+from tilewise.distributed.transport import device_barrier
+from tilewise.distributed.transport.device_arena import DeviceArena, refuse_capture
+from tilewise.distributed.transport.exchange import publish_rows
 from tilewise.errors import ArgumentError
 
 if not dist.is_available() or not dist.is_gloo_available():

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import torch
 
-from tilewise.distributed.exchange import Published
-from tilewise.distributed.halves import Arena
+from tilewise.distributed.transport.exchange import Published
+from tilewise.distributed.transport.halves import Arena
 
 
 class Here(Arena):

@@ -9,9 +9,9 @@ from helpers.shards import FEATURES, NAMES, Case, compare, deals
 from helpers.tiers import sample
 
 import tilewise.distributed as td
-from tilewise.distributed import arena as arenas
-from tilewise.distributed import heads
-from tilewise.distributed.call_spec import CallSpec
+from tilewise.distributed.methods import heads
+from tilewise.distributed.methods.call_spec import CallSpec
+from tilewise.distributed.transport import arena as arenas
 
 if not dist.is_available() or not dist.is_gloo_available():
     pytest.skip("gloo is not here", allow_module_level=True)

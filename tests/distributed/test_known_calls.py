@@ -18,10 +18,11 @@ from helpers.waits import SHORT
 
 import tilewise
 import tilewise.distributed as td
-from tilewise.distributed import arena as arenas
-from tilewise.distributed import heads, known_calls, one_launch, rows
-from tilewise.distributed.device_arena import EVENTS, DeviceArena
-from tilewise.distributed.device_barrier import PAD, DeviceBarrier
+from tilewise.distributed.api import known_calls
+from tilewise.distributed.methods import heads, one_launch, rows
+from tilewise.distributed.transport import arena as arenas
+from tilewise.distributed.transport.device_arena import EVENTS, DeviceArena
+from tilewise.distributed.transport.device_barrier import PAD, DeviceBarrier
 from tilewise.kernels.common import relaunch
 from tilewise.kernels.common.outputs import empty_out
 from tilewise.kernels.hopper.fwd import runs_launch
@@ -132,7 +133,7 @@ def gpu(monkeypatch):
 
 def attention_module_of():
     """The module, whose name in the package is its function's."""
-    return sys.modules["tilewise.distributed.attention"]
+    return sys.modules["tilewise.distributed.api.attention"]
 
 
 def inputs(learns=False):

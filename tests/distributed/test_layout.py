@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tilewise.distributed as td
-from tilewise.distributed.work import Span, pairs
+from tilewise.distributed.layouts.work import Span, pairs
 from tilewise.errors import ArgumentError
 
 LENGTHS = st.integers(0, 90)

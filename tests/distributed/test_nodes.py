@@ -13,9 +13,9 @@ from helpers.processes import run
 from helpers.waits import DEADLINE
 
 import tilewise.distributed as td
-from tilewise.distributed import arena as arenas
-from tilewise.distributed import memory
-from tilewise.distributed.failure import listed
+from tilewise.distributed.transport import arena as arenas
+from tilewise.distributed.transport import memory
+from tilewise.distributed.transport.failure import listed
 
 if not dist.is_available() or not dist.is_gloo_available():
     pytest.skip("gloo is not here", allow_module_level=True)

@@ -15,9 +15,10 @@ import tilewise
 import tilewise.distributed as td
 from gluon_emulator.hopper.arrivals import Arrivals
 from gluon_emulator.hopper.machine import Deadlock, HopperError
-from tilewise.distributed import arena as arenas
-from tilewise.distributed import device_barrier, one_launch
-from tilewise.distributed.call_spec import CallSpec, check
+from tilewise.distributed.methods import one_launch
+from tilewise.distributed.methods.call_spec import CallSpec, check
+from tilewise.distributed.transport import arena as arenas
+from tilewise.distributed.transport import device_barrier
 from tilewise.kernels.common.device_words import ARRIVED, FAILED, LATE, WORDS
 from tilewise.kernels.hopper.fwd import runs_launch
 from tilewise.problem import Scalars

@@ -9,10 +9,10 @@ from helpers.parts import Parts
 
 import tilewise
 import tilewise.distributed as td
-from tilewise.distributed import rows
-from tilewise.distributed.call_spec import CallSpec, check
-from tilewise.distributed.halves import Arena
-from tilewise.distributed.memory import Files
+from tilewise.distributed.methods import rows
+from tilewise.distributed.methods.call_spec import CallSpec, check
+from tilewise.distributed.transport.halves import Arena
+from tilewise.distributed.transport.memory import Files
 from tilewise.problem import Saved
 
 SEQLEN, RANKS, BATCH = 96, 2, 2

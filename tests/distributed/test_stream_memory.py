@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tilewise.distributed import device_arena, stream_memory
-from tilewise.distributed.copies import Piece
-from tilewise.distributed.device_arena import DeviceArena
+from tilewise.distributed.transport import device_arena, stream_memory
+from tilewise.distributed.transport.copies import Piece
+from tilewise.distributed.transport.device_arena import DeviceArena
 from tilewise.kernels.common.device_words import ARRIVED
 
 CPU = torch.device("cpu")

@@ -12,10 +12,11 @@ from helpers.processes import run
 from helpers.shards import FEATURES, Case, compare, deals
 
 import tilewise.distributed as td
-from tilewise.distributed import halves, stream_backward, sums
-from tilewise.distributed.arena import arena_of
-from tilewise.distributed.exchange import ALIGN
-from tilewise.distributed.work import keys_of
+from tilewise.distributed.layouts.work import keys_of
+from tilewise.distributed.methods import stream_backward, sums
+from tilewise.distributed.transport import halves
+from tilewise.distributed.transport.arena import arena_of
+from tilewise.distributed.transport.exchange import ALIGN
 
 if not dist.is_available() or not dist.is_gloo_available():
     pytest.skip("gloo is not here", allow_module_level=True)

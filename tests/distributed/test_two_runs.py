@@ -11,9 +11,9 @@ from helpers.tiers import sample
 
 import tilewise
 import tilewise.distributed as td
-from tilewise.distributed import arena as arenas
-from tilewise.distributed import packed_runs, rows
-from tilewise.distributed.call_spec import CallSpec, check
+from tilewise.distributed.methods import packed_runs, rows
+from tilewise.distributed.methods.call_spec import CallSpec, check
+from tilewise.distributed.transport import arena as arenas
 from tilewise.testing import use_emulator
 
 SEQLEN, HEADS = 520, (2, 1)

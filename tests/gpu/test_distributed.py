@@ -14,10 +14,10 @@ from helpers.lives import lives
 from helpers.waits import SHORT
 
 import tilewise.distributed as td
-from tilewise.distributed import heads, one_launch, stream_backward
-from tilewise.distributed.arena import arena_of
-from tilewise.distributed.exchange import publish_rows
-from tilewise.distributed.halves import Arena
+from tilewise.distributed.methods import heads, one_launch, stream_backward
+from tilewise.distributed.transport.arena import arena_of
+from tilewise.distributed.transport.exchange import publish_rows
+from tilewise.distributed.transport.halves import Arena
 from tilewise.errors import ArgumentError
 
 pytestmark = [

@@ -6,10 +6,10 @@ import datetime
 import torch
 import torch.distributed as dist
 
-from tilewise.distributed import arena as arenas
-from tilewise.distributed.device_arena import DeviceArena
-from tilewise.distributed.device_barrier import PAD, DeviceBarrier
-from tilewise.distributed.memory import Files
+from tilewise.distributed.transport import arena as arenas
+from tilewise.distributed.transport.device_arena import DeviceArena
+from tilewise.distributed.transport.device_barrier import PAD, DeviceBarrier
+from tilewise.distributed.transport.memory import Files
 from tilewise.testing import use_interpreter
 
 CPU = torch.device("cpu")

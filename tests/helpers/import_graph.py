@@ -105,5 +105,5 @@ def counts(folder: str) -> tuple[int, int, int]:
 
 
 if __name__ == "__main__":
-    for folder in ("", "kernels", "kernels/hopper"):
+    for folder in ("", "distributed", "kernels", "kernels/hopper"):
         print(f'    "{folder}": {counts(folder)},')

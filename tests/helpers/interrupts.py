@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import tilewise
 import tilewise.distributed as td
-from tilewise.distributed.arena import Reporting
+from tilewise.distributed.transport.arena import Reporting
 
 from .device_arena import device_arena
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 import tilewise.distributed as td
-from tilewise.distributed import arena as arenas
-from tilewise.distributed.exchange import publish_rows
+from tilewise.distributed.transport import arena as arenas
+from tilewise.distributed.transport.exchange import publish_rows
 from tilewise.errors import ArgumentError
 
 from .device_arena import CPU, device_arena

@@ -4,7 +4,7 @@ import torch
 
 
 class Parts:
-    """Takes them as `tilewise.distributed.sums.Sums.begin` does."""
+    """Takes them as `tilewise.distributed.methods.sums.Sums.begin` does."""
 
     def __call__(self, dk, dv, runs=()):
         self.given = dk, dv

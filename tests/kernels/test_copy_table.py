@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tilewise.distributed.copies import copy_one_by_one
+from tilewise.distributed.transport.copies import copy_one_by_one
 from tilewise.kernels.common.row_table import Rows, Table
 from tilewise.kernels.portable.copy_table import CopyTable
 from tilewise.kernels.portable.launches import Launches

@@ -19,7 +19,7 @@ KINDS = [
 
 
 def one_by_one(parts, bits, dtype):
-    """What `tilewise.distributed.sums` does where there is no kernel."""
+    """What `tilewise.distributed.methods.sums` does where there is no kernel."""
     total = torch.zeros_like(parts[0])
     for rank, part in enumerate(parts):
         has_part = (bits >> rank) & 1 != 0

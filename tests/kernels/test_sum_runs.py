@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tilewise.distributed.halves import Arena
+from tilewise.distributed.transport.halves import Arena
 from tilewise.kernels.portable.launches import Launches
 from tilewise.kernels.portable.sum_runs import add_runs
 from tilewise.testing import use_interpreter

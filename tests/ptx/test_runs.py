@@ -6,8 +6,8 @@ import torch
 import tilewise
 import tilewise.distributed as td
 from ptx import executing
-from tilewise.distributed import one_launch
-from tilewise.distributed.call_spec import CallSpec, check
+from tilewise.distributed.methods import one_launch
+from tilewise.distributed.methods.call_spec import CallSpec, check
 from tilewise.kernels.common.device_words import ARRIVED, FAILED, LATE, WORDS
 from tilewise.testing import use_emulator
 from tilewise.testing.tolerance import assert_within

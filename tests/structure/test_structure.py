@@ -35,6 +35,7 @@ RANK = {room: rank for rank, beside in enumerate(RANKS) for room in beside}
 # Of a folder the rooms, the floors and the arrows: `python tests/helpers/import_graph.py` counts.
 COUNTS = {
     "": (25, 12, 109),
+    "distributed": (5, 5, 9),
     "kernels": (5, 2, 3),
     "kernels/hopper": (23, 7, 60),
 }
@@ -95,6 +96,14 @@ def test_backends_never_import_each_other():
     inside = rooms("kernels")
     assert all(inside[backend] <= {"common"} for backend in ("cpu", "portable", "hopper"))
     assert not inside["common"]
+
+
+def test_a_sharded_call_goes_from_api_to_transport():
+    inside = rooms("distributed")
+    assert not inside["layouts"]
+    assert inside["transport"] == {"layouts"}
+    assert inside["methods"] == {"layouts", "transport"}
+    assert inside["api"] == {"layouts", "methods", "transport"}
 
 
 def test_hoppers_forward_and_backward_share_what_lies_beside_them():
@@ -178,7 +187,7 @@ def test_files_open_with_their_idea():
 # Signatures that another library or a kernel's launch dictates.
 WIDE = {
     "frontend/attention.py": {"attention"},
-    "distributed/attention.py": {"attention"},
+    "distributed/api/attention.py": {"attention"},
     "frontend/flash_attn.py": {"flash_attn_func", "flash_attn_varlen_func"},
     "frontend/flash_attn_packed.py": {"flash_attn_qkvpacked_func", "flash_attn_kvpacked_func"},
     "frontend/kv_cache.py": {"flash_attn_with_kvcache"},

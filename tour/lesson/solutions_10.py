@@ -1,6 +1,6 @@
 """Answers to the exercises of lesson 10, and their checks."""
 
-from tilewise.distributed.work import Span, keys_of
+from tilewise.distributed.layouts.work import Span, keys_of
 
 from . import Exercises, expect
 

@@ -21,8 +21,8 @@ import torch.distributed as dist
 import tilewise
 import tilewise.distributed as td
 
-from ..distributed.call_spec import CallSpec
-from ..distributed.rows import gradients_of
+from ..distributed.methods.call_spec import CallSpec
+from ..distributed.methods.rows import gradients_of
 from ..frontend.scalars import is_long
 from ..problem import Extras, Saved
 from . import peers

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..distributed.arena import arena_of
-from ..distributed.halves import Arena
+from ..distributed.transport.arena import arena_of
+from ..distributed.transport.halves import Arena
 from .check import Verdict
 from .peers import Absent
 from .ranks import Tell

@@ -5,15 +5,15 @@
 
 from typing import TYPE_CHECKING, Any
 
-from .attention import attention
-from .context import context_parallel
-from .failure import PullTimeout, RankLost, RankMismatch
-from .layout import Layout
-from .partition import contiguous, documents, from_positions, striped, zigzag
-from .plan import Plan, plan
+from .api.attention import attention
+from .api.context import context_parallel
+from .api.plan import Plan, plan
+from .layouts.layout import Layout
+from .layouts.partition import contiguous, documents, from_positions, striped, zigzag
+from .transport.failure import PullTimeout, RankLost, RankMismatch
 
 if TYPE_CHECKING:
-    from .style import ContextParallel
+    from .api.style import ContextParallel
 
 __all__ = [
     "ContextParallel",
@@ -36,7 +36,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """`ContextParallel`, whose base class takes a second to import."""
     if name == "ContextParallel":
-        from .style import ContextParallel
+        from .api.style import ContextParallel
 
         return ContextParallel
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

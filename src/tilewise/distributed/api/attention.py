@@ -1,0 +1,229 @@
+"""`tilewise.distributed.attention`: one call on each rank, on its rows of q, k and v."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ...errors import ArgumentError, a_type
+from ...frontend.qkv import check_tensor
+from ...frontend.scalars import Window, check_flag
+from ...frontend.scalars import check_layout as check_order
+from ...keywords import refuses_others, unexpected
+from ...ops import attention as ops
+from ...ops.autocast import is_any_autocast_on
+from ...ops.calls import resolved
+from ...ops.context_parallel import unsharded
+from ..layouts.layout import Layout
+from ..methods.call_spec import CallSpec, check
+from ..transport.arena import reporting
+from . import dtensor, known_calls, operator
+from .choice import arena_for, attend_by, choose
+
+Tensor = torch.Tensor
+
+# Arguments of `tilewise.attention` that no method serves, and what to do instead
+DOCUMENTS = "documents belong in the layout: layout.packed(cu_seqlens), or td.documents(cu_seqlens)"
+NOT_SERVED = {
+    "cu_seqlens_q": DOCUMENTS,
+    "cu_seqlens_k": DOCUMENTS,
+    "max_seqlen_q": DOCUMENTS,
+    "max_seqlen_k": DOCUMENTS,
+    "seqused_q": "leave padding out of the sequence, or make it a document of its own",
+    "seqused_k": "leave padding out of the sequence, or make it a document of its own",
+    "bias": "write it as a score_mod of positions",
+    "block_mask": "pass its predicate as mask_mod",
+    "page_table": "call tilewise.attention, on whole sequences",
+    "backward": "it is for FP8, which no method supports",
+    "out_dtype": "it is for FP8, which no method supports",
+    "q_descale": "call tilewise.attention, on whole sequences",
+    "k_descale": "call tilewise.attention, on whole sequences",
+    "v_descale": "call tilewise.attention, on whole sequences",
+    "split_size": "call tilewise.attention, on whole sequences",
+    "out": "it returns new tensors",
+}
+
+
+@refuses_others("tilewise.distributed.attention")
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    layout: Layout,
+    causal: bool | str = False,
+    scale: float | None = None,
+    window: Window = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    mask_mod: Callable[..., Any] | None = None,
+    score_mod: Callable[..., Any] | None = None,
+    dropout_p: float = 0,
+    dropout_rng: Tensor | None = None,
+    order: str = "bshd",
+    deterministic: bool = False,
+    return_lse: bool = False,
+    backend: str | None = None,
+    method: str | None = None,
+    bitwise: bool = True,
+    **others: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`tilewise.attention` for a sequence that is sharded across the ranks of a process group.
+
+    Example:
+        >>> import torch, tilewise.distributed as td
+        >>> layout = td.zigzag(64, 1)  # one rank; in a program, the process group
+        >>> q, k, v = torch.randn(3, 2, 64, 4, 32).unbind(0)
+        >>> td.attention(*map(layout.shard, (q, k, v)), layout=layout, causal=True).shape
+        torch.Size([2, 64, 4, 32])
+
+    All ranks make the call at the same time, each with its own rows. The other arguments are those
+    of `tilewise.attention`. They refer to the whole sequence: positions in masks and dropout,
+    ALiBi's distances, windows. All ranks must pass equal `alibi_slopes`, `sinks`, `dropout_rng` and
+    captured tensors.
+
+    Args:
+        q: (batch, tokens, nheads, headdim), this rank's tokens in `layout`; with documents also
+            (tokens, nheads, headdim).
+        k: shaped as q, with nheads_k.
+        v: as k, with its own headdim_v.
+        layout: which rank has which tokens.
+        sinks: (nheads,). As for any weight, this rank's gradient is a partial sum over ranks.
+        order: "bshd", or "bhsd" for (batch, nheads, tokens, headdim).
+        method: "stream" pulls keys and values to the queries. "heads" exchanges rows for heads, if
+            the number of ranks divides nheads_k. None chooses between them, as `plan` does. "ring"
+            attends to one rank's keys after another and merges; it needs `bitwise=False`.
+        bitwise: `out` and `lse` are bitwise equal to one process's. On a CPU, each rank's "stream"
+            forward then does one process's work; False computes only this rank's rows.
+
+    The gradients of k and v are fp32 sums in rank order. With "heads" and `deterministic=True`, all
+    gradients are bitwise equal to one process's.
+
+    Returns:
+        This rank's rows of `out`, and with `return_lse` of `lse`.
+
+    Raises:
+        ArgumentError: an argument is wrong.
+        NotImplementedError: the method does not support the call; the message names one that does.
+        RankMismatch: the ranks do not make the same call.
+        RankLost: a rank does not make the call within the group's timeout.
+    """
+    with reporting(layout, q, k, v):
+        entry = None
+        has_functions = not (mask_mod is score_mod is dropout_rng is None)
+        if not has_functions and _is_plain(dropout_p, return_lse, others):
+            settings = causal, scale, softcap, deterministic, backend, method, bitwise, order
+            tensors = q, k, v, alibi_slopes, sinks
+            entry = known_calls.entry_of_call(layout, tensors, (*settings, dropout_p), window)
+        if entry is not None and entry.step is not None:
+            arena = arena_for(layout, q.device)
+            known_call = known_calls.known_call(entry, layout, arena)
+            if known_call is not None:
+                is_packed, spec = q.dim() == 3, known_call.spec
+                inputs = _ordered((q, k, v), order, is_packed)
+                if not (alibi_slopes is None and sinks is None):
+                    spec = spec._replace(alibi_slopes=alibi_slopes, sinks=sinks)
+                with unsharded():
+                    out, lse = attend_by(known_call.method, arena, spec, inputs, return_lse)
+                return _as_given(out, lse, order, is_packed, return_lse)
+        layout = check_layout(layout)
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            check_tensor(name, x)
+        places = None
+        if dtensor.are_dtensors(q, k, v):
+            places = dtensor.places_of(layout, q, k, v, order)
+            dtensor.check_indices(places, mask_mod, score_mod, dropout_p)
+            q, k, v = dtensor.local(q, k, v)
+            alibi_slopes = dtensor.of_heads(places, alibi_slopes, False)
+            sinks = dtensor.of_heads(places, sinks, True)
+        inputs, is_packed = (q, k, v), q.dim() == 3 and layout.cu_seqlens is not None
+        numbers = causal, scale, window, softcap
+        if not operator.is_traced(*inputs):  # of an operator, torch resolves them
+            q, k, v = resolved(inputs)
+            inputs = q, k, v
+            alibi_slopes, sinks, dropout_rng = resolved((alibi_slopes, sinks, dropout_rng))
+        learned = alibi_slopes, sinks, mask_mod, score_mod, dropout_p, dropout_rng
+        spec = CallSpec(layout, *numbers, *learned, deterministic, backend, bitwise)
+        if operator.is_traced(*inputs):
+            _refuse(others)
+            inputs = _ordered(inputs, order, is_packed)
+            out, lse = operator.attention(spec, method, *inputs)
+        else:
+            arena = arena_for(layout, q.device)
+            with unsharded():
+                _refuse(others)
+                inputs = _ordered(inputs, order, is_packed)
+                return_lse = check_flag("return_lse", return_lse)
+                spec = check(spec, *inputs)
+                chosen = choose(spec, method, *inputs)
+                spec = known_calls.keep(entry, arena, spec, chosen)
+                out, lse = attend_by(chosen, arena, spec, inputs, return_lse)
+        return _as_given(out, lse, order, is_packed, return_lse, places)
+
+
+def _is_plain(dropout_p: Any, return_lse: Any, others: dict[str, Any]) -> bool:
+    """Whether the look of a call's other arguments says all that there is to know of it."""
+    if torch.compiler.is_compiling() or type(return_lse) is not bool:
+        return False
+    if type(dropout_p) not in (int, float) or dropout_p:
+        return False
+    return all(x is None and name in NOT_SERVED for name, x in others.items())
+
+
+def _as_given(
+    out: Tensor,
+    lse: Tensor | None,
+    order: str,
+    is_packed: bool,
+    return_lse: bool,
+    places: dtensor.Places | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Results in the order of the inputs."""
+    if is_packed:
+        out, lse = out.squeeze(0), lse if lse is None else lse.squeeze(0)
+    elif order == "bhsd":
+        out = out.transpose(1, 2)
+    if places is not None:
+        out, lse = dtensor.joined(places, out, lse)
+    return (out, lse) if return_lse and lse is not None else out
+
+
+def _ordered(
+    inputs: tuple[Tensor, Tensor, Tensor], order: str, is_packed: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v as (batch, tokens, heads, headdim), in the dtype of autocast."""
+    check_order(order, "order")
+    q, k, v = inputs
+    if is_packed:
+        q, k, v = (x.unsqueeze(0) for x in inputs)
+    elif order == "bhsd":
+        q, k, v = (x.transpose(1, 2) for x in inputs)
+    return ops.autocast(q, k, v) if is_any_autocast_on() else (q, k, v)
+
+
+def check_layout(layout: Any) -> Layout:
+    """A layout whose ranks are there."""
+    if not isinstance(layout, Layout):
+        raise ArgumentError(
+            f"layout is {a_type(layout)}: it must be a tilewise.distributed.Layout, as "
+            "td.zigzag(seqlen, group) makes it; the order of dimensions is order= here"
+        )
+    if layout.ranks > 1 and layout.group is None:
+        raise ArgumentError(
+            f"this layout was made for {layout.ranks} ranks without a process group: make it with "
+            "one"
+        )
+    return layout
+
+
+def _refuse(others: dict[str, Any]) -> None:
+    for name, value in others.items():
+        if name not in NOT_SERVED:
+            raise unexpected("tilewise.distributed.attention", [name])
+        if value is not None:
+            raise NotImplementedError(
+                f"{name}: no method of tilewise.distributed supports it; {NOT_SERVED[name]}"
+            )

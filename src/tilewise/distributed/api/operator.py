@@ -1,0 +1,196 @@
+"""The call as torch.compile sees it: two operators, forward and backward. A layout crosses as a
+tensor of numbers, so that one graph serves all layouts and lengths, and masks and score functions
+as texts. What the call checks and chooses it does as it runs, on real tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from ...frontend.qkv import check_rank, check_tensors
+from ...frontend.scalars import band, check_causal, check_flag
+from ...mods.expressions import lookup
+from ...mods.flatten import count_tensors, modifiers_of
+from ...mods.masks import Mask
+from ...mods.scores import ScoreMod
+from ...mods.serialize import MASK, SCORE_FUNCTION, deserialize, serialize
+from ...ops import attention as ops
+from ...ops.calls import PLAIN_TENSORS
+from ...ops.context_parallel import unsharded
+from ...ops.schema import LIBRARY, SAVED, no_double_backward
+from ...problem import Saved
+from ...tile.random_bytes import check_dropout, draw_rng
+from ..layouts.layout import Layout, layout_of
+from ..methods.call_spec import CallSpec, check, check_captured
+from ..transport.arena import Arena, reporting
+from .choice import arena_for, attend, backward
+
+Tensor = torch.Tensor
+INPUTS = 3  # q, k, v
+LAYOUT = 2 * INPUTS + 1  # the place of the layout, after the optional tensors
+
+
+class Options(NamedTuple):
+    """The arguments of an operator after its tensors: those of a call, as scalars."""
+
+    causal: str  # "" for none
+    scale: float | None
+    left: int
+    right: int
+    softcap: float | None
+    dropout_p: float
+    mask_mod: str  # a text, and so is the next
+    score_mod: str
+    deterministic: bool
+    backend: str | None
+    method: str | None
+    bitwise: bool
+    needs_grad: bool
+
+
+CALL = (
+    "Tensor? alibi_slopes, Tensor? sinks, Tensor? dropout_rng, Tensor[]? captured, Tensor layout, "
+    "str causal, float? scale, int left, int right, float? softcap, float dropout_p, str mask_mod, "
+    "str score_mod, bool deterministic, str? backend, str? method, bool bitwise, bool needs_grad"
+)
+QKV = "Tensor q, Tensor k, Tensor v"
+# Inductor leaves such operators out of the CUDA graphs that it captures (`refuse_capture`)
+TAGS = (torch.Tag.cudagraph_unsafe,)
+LIBRARY.define(f"context_parallel_forward({QKV}, {CALL}) -> (Tensor, Tensor)", tags=TAGS)
+OF_BACKWARD = "(Tensor, Tensor, Tensor, Tensor)"
+LIBRARY.define(f"context_parallel_backward({SAVED}, {CALL}) -> {OF_BACKWARD}", tags=TAGS)
+
+
+def is_traced(*inputs: Tensor) -> bool:
+    """Whether a compiler sees the call, or tensors that have no numbers."""
+    return torch.compiler.is_compiling() or any(type(x) not in PLAIN_TENSORS for x in inputs)
+
+
+def attention(
+    spec: CallSpec, method: str | None, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`out` and `lse` of a rank's rows, (batch, tokens, heads, headdim)."""
+    modifiers = modifiers_of(spec.mask_mod, spec.score_mod, None, (q.shape[0], q.shape[2], 0, 0))
+    check_captured(modifiers)
+    dropout_p, rng = check_dropout(spec.dropout_p), spec.dropout_rng
+    if dropout_p and rng is None and spec.layout.ranks == 1:
+        rng = draw_rng(q.device)
+    options = Options(
+        "" if spec.causal is False else check_causal(spec.causal),
+        spec.scale,
+        *band(spec.window, False),
+        spec.softcap,
+        float(dropout_p),
+        serialize(modifiers.mods.mask),
+        serialize(modifiers.mods.score),
+        check_flag("deterministic", spec.deterministic),
+        spec.backend,
+        method,
+        check_flag("bitwise", spec.bitwise),
+        ops.needs_grad(q, k, v, spec.sinks),
+    )
+    tensors = spec.alibi_slopes, spec.sinks, rng, list(modifiers.captured) or None
+    return torch.ops.tilewise.context_parallel_forward(
+        q, k, v, *tensors, spec.layout.table, *options
+    )
+
+
+def _spec_of(layout: Layout, call: tuple) -> tuple[CallSpec, Options]:
+    """The call of an operator's arguments after q, k and v."""
+    alibi_slopes, sinks, dropout_rng, captured, _, *fields = call
+    options, captured = Options(*fields), tuple(captured or ())
+    mask = score = None
+    if options.mask_mod:
+        name = deserialize(options.mask_mod, MASK)
+        mask = Mask(lookup(name), captured[: count_tensors(name)])
+        captured = captured[count_tensors(name) :]
+    if options.score_mod:
+        score = ScoreMod(lookup(deserialize(options.score_mod, SCORE_FUNCTION)), captured)
+    spec = CallSpec(
+        layout,
+        options.causal or False,
+        options.scale,
+        (options.left, options.right),
+        options.softcap,
+        alibi_slopes,
+        sinks,
+        mask,
+        score,
+        options.dropout_p,
+        dropout_rng,
+        options.deterministic,
+        options.backend,
+        options.bitwise,
+        learns=options.needs_grad,
+    )
+    return spec, options
+
+
+@contextlib.contextmanager
+def _running(q: Tensor, call: tuple) -> Iterator[tuple[Arena | None, CallSpec, Options]]:
+    layout = layout_of(call[LAYOUT - INPUTS])
+    with reporting(layout), unsharded(), torch.no_grad():
+        yield arena_for(layout, q.device), *_spec_of(layout, call)
+
+
+def _forward(q, k, v, *call):
+    with _running(q, call) as (arena, spec, options):
+        found = attend(arena, check(spec, q, k, v), options.method, (q, k, v))
+    return tuple(x.contiguous() for x in found if x is not None)
+
+
+def _backward(dout, dlse, q, k, v, out, lse, *call):
+    with _running(q, call) as (arena, spec, options):
+        saved = Saved(dout, dlse, q, k, v, out, lse)
+        grads = backward(arena, check(spec, q, k, v), options.method, saved)
+    dsinks = q.new_empty(0) if grads.dsinks is None else grads.dsinks
+    return *(x.contiguous() for x in grads[:INPUTS]), dsinks
+
+
+def _forward_fake(q, k, v, *call):
+    check_rank(q, k, v)
+    check_tensors(q, k, v)
+    exact = torch.promote_types(q.dtype, torch.float32)
+    lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=exact)
+    return q.new_empty(*q.shape[:3], v.shape[3]), lse
+
+
+def _backward_fake(dout, dlse, q, k, v, out, lse, alibi_slopes, sinks, *call):
+    dsinks = q.new_empty(0) if sinks is None else torch.empty_like(sinks)
+    return *(x.new_empty(x.shape) for x in (q, k, v)), dsinks
+
+
+def _setup_context(ctx, inputs, output):
+    tensors, ctx.options = inputs[: LAYOUT - 1], inputs[LAYOUT + 1 :]
+    captured, table = inputs[LAYOUT - 1 : LAYOUT + 1]
+    ctx.save_for_backward(*output, *tensors, table, *(captured or ()))
+    ctx.set_materialize_grads(False)
+
+
+def _autograd(ctx, dout, dlse):
+    absent = (None,) * (LAYOUT + 1 + len(ctx.options))
+    if dout is None and dlse is None:
+        return absent
+    out, lse, q, k, v, alibi_slopes, sinks, dropout_rng, table, *captured = ctx.saved_tensors
+    dout = torch.zeros_like(out) if dout is None else dout
+    call = alibi_slopes, sinks, dropout_rng, captured or None, table, *ctx.options
+    saved = dout, dlse, q, k, v, out, lse
+    dq, dk, dv, dsinks = torch.ops.tilewise.context_parallel_backward(*saved, *call)
+    dsinks = None if sinks is None else dsinks
+    return dq, dk, dv, None, dsinks, *absent[INPUTS + 2 :]
+
+
+LIBRARY.impl("context_parallel_forward", _forward, "CompositeExplicitAutograd")
+LIBRARY.impl("context_parallel_backward", _backward, "CompositeExplicitAutograd")
+torch.library.register_fake("tilewise::context_parallel_forward", _forward_fake, lib=LIBRARY)
+torch.library.register_fake("tilewise::context_parallel_backward", _backward_fake, lib=LIBRARY)
+torch.library.register_autograd(
+    "tilewise::context_parallel_forward", _autograd, setup_context=_setup_context, lib=LIBRARY
+)
+torch.library.register_autograd(
+    "tilewise::context_parallel_backward", no_double_backward, lib=LIBRARY
+)

@@ -1,0 +1,152 @@
+"""Which method is the fastest for a call, by a model of its time: the work of the slowest rank, the
+bytes that it pulls, and how much of the pulling nothing hides.
+
+    t = FLOPs / rate + bytes / bandwidth + one barrier a step
+
+of the bytes that nothing hides: all but those of the forward of stream, which begins when one of
+GROUPS is there, and takes no less than all bytes do.
+
+The rates are those of H200s (bf16, NVLink, November 2026: 650 TFLOP/s forward, 585 backward,
+365 GB/s pulled by each GPU at once); a choice depends on their ratio alone. How well tiles fill a
+GPU is not in it, but for the launches of the backward of stream, one for each of two runs.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+from ...frontend.scalars import Window, band
+from ..layouts.layout import Layout
+from ..layouts.pulls import shared_rows
+from ..layouts.work import keys_of
+
+FORWARD, BACKWARD = 650e9, 585e9  # FLOPs a millisecond
+BANDWIDTH = 365e6  # bytes a millisecond
+BARRIER = 0.01  # milliseconds
+GROUPS = 4  # pieces that are pulled one after another: nothing hides the first one
+SHORTER = 0.99  # of the backward's rate: fits stream on two H100s, 8Ki to 64Ki tokens each
+
+
+class Cost(NamedTuple):
+    """What one method takes, forward and backward, on its slowest rank."""
+
+    method: str
+    tflop: float
+    mbytes: float
+    ms: float
+    reason: str | None  # why it cannot serve the call
+
+
+class Plan(NamedTuple):
+    """The methods by their time; as a string a table."""
+
+    method: str
+    costs: tuple[Cost, ...]
+
+    def __str__(self) -> str:
+        lines = ["method     TFLOP     MB pulled       ms"]
+        for method, tflop, mbytes, ms, reason in self.costs:
+            figures = f"{tflop:8.3f} {mbytes:13.1f} {ms:8.3f}"
+            mark = "  <-" if method == self.method else ""
+            lines.append(f"{method:7} " + (f"{figures}{mark}" if reason is None else reason))
+        return "\n".join(lines)
+
+
+@functools.lru_cache(maxsize=256)
+def plan(
+    layout: Layout,
+    nheads: int,
+    nheads_k: int,
+    headdim: int,
+    headdim_v: int | None = None,
+    *,
+    batch: int = 1,
+    causal: bool = True,
+    window: Window = None,
+    itemsize: int = 2,
+    learns: bool = True,
+) -> Plan:
+    """Each method's estimated cost, from a model for H200s, and the method that is chosen.
+
+    Example:
+        >>> import tilewise.distributed as td
+        >>> print(td.plan(td.zigzag(65536, 4), nheads=32, nheads_k=8, headdim=128))
+        method     TFLOP     MB pulled       ms
+        heads     30.787         503.3   52.542  <-
+        stream    30.787         805.3   52.834
+
+    Args:
+        layout: which rank has which tokens.
+        nheads: query heads.
+        nheads_k: key heads.
+        headdim: that of q and k.
+        headdim_v: that of v, if different.
+        batch: sequences.
+        causal: whether the mask is causal.
+        window: (left, right), as in `tilewise.attention`.
+        itemsize: bytes per element.
+        learns: whether to include a backward.
+
+    Returns:
+        A `Plan` with `method` and `costs`; `str` of it is the table.
+    """
+    sides = band(window, causal)
+    widths = headdim, headdim if headdim_v is None else headdim_v
+    costs = (
+        _heads(layout, nheads, nheads_k, widths, batch, sides, itemsize, learns),
+        _stream(layout, nheads, nheads_k, widths, batch, sides, itemsize, learns),
+    )
+    best = min((x for x in costs if x.reason is None), key=lambda x: x.ms)
+    return Plan(best.method, costs)
+
+
+def _heads(layout, nheads, nheads_k, widths, batch, sides, itemsize, learns) -> Cost:
+    """All rows of a share of the heads: work is even whatever the layout."""
+    ranks = layout.ranks
+    reason = None
+    if nheads_k % ranks:
+        reason = f"{nheads_k} key heads cannot be dealt evenly over {ranks} ranks"
+    share = sum(layout.work(window=sides)) / ranks
+    rows = max(layout.seqlen - count for count in layout.counts) / ranks  # of the others
+    # q, k, v and out forward; dout and q, k, v again backward, and dq, dk, dv
+    width, width_v = widths
+    of_q = (nheads * width + nheads_k * (width + width_v)) * rows
+    of_out = nheads * width_v * (layout.seqlen - min(layout.counts)) / ranks
+    moved = batch * itemsize * (of_q + of_out)
+    products = batch * nheads * share * sum(widths)
+    pulled = [moved, moved if learns else 0]
+    ms = (2 * products / FORWARD + 5 * products * learns / BACKWARD) + sum(pulled) / BANDWIDTH
+    ms += BARRIER * (4 if learns else 2)
+    return _cost("heads", products, sum(pulled), ms, reason, learns)
+
+
+def _stream(layout, nheads, nheads_k, widths, batch, sides, itemsize, learns) -> Cost:
+    """The rows of a rank: the one with the most work decides."""
+    most = max(layout.work(window=sides))
+    pulled = max(_keys_of_others(layout.at(rank), *sides) for rank in range(layout.ranks))
+    keys = batch * nheads_k * sum(widths) * pulled
+    partial = 4 * keys  # fp32
+    products = batch * nheads * most * sum(widths)
+    keys *= itemsize
+    pulling = keys / BANDWIDTH
+    ms = max(2 * products / FORWARD, pulling) + pulling / GROUPS + BARRIER
+    if not learns:
+        return _cost("stream", products, keys, ms, None, learns)
+    # Parts in fp32 of the keys that others see, in slices of as many bytes as a rank's K and V
+    # that they see
+    shared = [sum(b - a for a, b in rows) for rows in shared_rows(layout, *sides)]
+    slices = -(-4 * sum(shared) // max(1, itemsize * max(shared)))
+    # Keys arrive beside the kernel that computes delta, which takes about as long
+    ms += 5 * products / (SHORTER * BACKWARD) + partial / BANDWIDTH + BARRIER * (1 + slices)
+    return _cost("stream", products, 2 * keys + partial, ms, None, learns)
+
+
+def _keys_of_others(layout: Layout, left: int, right: int) -> int:
+    """The keys of other ranks that some query of this rank sees."""
+    return sum(b - a for a, b in keys_of(layout.spans, left, right)) - layout.tokens
+
+
+def _cost(method: str, products: float, pulled: float, ms: float, reason, learns: bool) -> Cost:
+    """`products` are pairs times heads times head dims: 2 FLOPs each, and 5 in the backward."""
+    return Cost(method, (7 if learns else 2) * products / 1e12, pulled / 1e6, ms, reason)

@@ -1,0 +1,1 @@
+"""Which rank has which tokens, from lengths alone."""

@@ -1,0 +1,112 @@
+"""The arena of a process group: which memory its ranks share, and which barrier they meet at."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ..layouts.layout import Layout
+from .failure import Barrier, check_cpu_group, store_of
+from .halves import Arena
+from .memory import Files, Ipc, Symmetric, synchronize
+
+# By group, until it is destroyed; and so the arenas, by device, too
+_hosts: dict[Any, Barrier] = {}
+_arenas: dict[Any, Arena] = {}
+
+
+def host_of(group: Any) -> Barrier:
+    """The barrier of a process group on the host, one for all devices."""
+    if group not in _hosts:
+        weakref.finalize(store_of(group), _free, group).atexit = False
+        _hosts[group] = Barrier(group)
+    return _hosts[group]
+
+
+def arena_of(group: Any, device: torch.device) -> Arena:
+    """The arena of a process group for tensors on a device, one for all calls."""
+    if device.type != "cpu":
+        check_device(device)
+    key = group, device
+    if key not in _arenas:
+        if device.type == "cpu":
+            check_cpu_group(group)
+            _arenas[key] = Arena(host_of(group), Files())
+        else:
+            _arenas[key] = _on_gpus(group, device)
+    return _arenas[key]
+
+
+def reporting(layout: Any, *tensors: Any) -> contextlib.AbstractContextManager[Any]:
+    """Inside, an error of this rank is left for the others of a layout, which would wait for it."""
+    if torch.compiler.is_compiling() or not isinstance(layout, Layout) or layout.ranks == 1:
+        return contextlib.nullcontext()
+    group = layout.group
+    if group is not None and group not in _hosts:
+        if not any(isinstance(x, FakeTensor) for x in tensors):  # of one rank, perhaps
+            host_of(group)
+    return Reporting(group)
+
+
+class Reporting:
+    """The ranks of a group learn of an error inside."""
+
+    __slots__ = ("group",)
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is None:
+            return
+        host = _hosts.get(self.group)
+        is_said = host is None or not host.abandon(error)
+        for (group, _), arena in list(_arenas.items()):
+            if group is self.group:
+                arena.abandon(None if is_said else error)
+
+
+def check_device(device: torch.device) -> None:
+    """NotImplementedError but for CPUs and GPUs."""
+    if device.type != "cuda":
+        raise NotImplementedError(
+            f"tensors on {device}: tilewise.distributed supports CPUs and GPUs"
+        )
+
+
+def _free(group: Any) -> None:
+    """Once a group is destroyed."""
+    _hosts.pop(group, None)
+    for key in [x for x in _arenas if x[0] is group]:
+        arena = _arenas.pop(key)
+        synchronize(key[1])  # nothing on the device reads what goes with it
+        del arena
+
+
+def _on_gpus(group: Any, device: torch.device) -> Arena:
+    """The arena of GPUs: in symmetric memory, or in CUDA IPC where that fails on any rank."""
+    from .device_arena import DeviceArena, refuse_capture
+    from .device_barrier import PAD, DeviceBarrier
+
+    refuse_capture()
+    host, signature, reasons = host_of(group), f"tilewise.distributed on {device.type}", []
+    # Both kinds count on files that ranks share: sockets in the one, counts of users in the other
+    Files().allocate(host, PAD, signature)
+    kinds: tuple[type[Symmetric | Ipc], ...] = Symmetric, Ipc
+    for kind in kinds:
+        memory = kind(group, device)
+        try:
+            pads = memory.allocate(host, PAD, f"{signature}, by {kind.__name__}")
+        except NotImplementedError as error:
+            reasons.append(str(error))
+        else:
+            barrier = DeviceBarrier(host, device, pads, memory)
+            return DeviceArena(barrier, kind(group, device), device)
+    raise RuntimeError("no memory that GPUs share could be made: " + "; ".join(reasons))

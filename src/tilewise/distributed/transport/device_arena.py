@@ -1,0 +1,195 @@
+"""The arena of GPUs: copies by DMA on a stream of their own, and a barrier that waits on
+the device, so that a call costs the host launches and no round trip.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ...kernels.common.building import on_device
+from ...kernels.common.device_words import ARRIVED
+from ...kernels.common.row_table import Table
+from ...kernels.portable.copy_table import CopyTable
+from ...kernels.portable.sum_parts import PartSums
+from ...kernels.portable.sum_runs import add_runs
+from .copies import Piece
+from .device_barrier import DeviceBarrier
+from .halves import Arena
+from .memory import Memory, synchronize
+from .stream_memory import copier_of, writer_of
+
+Tensor = torch.Tensor
+EVENTS = 16  # of marks that are waited for later than the next one is made
+
+
+class DeviceArena(Arena):
+    """All ranks of one machine, a device each. In the interpreter, on CPUs, the same without
+    streams.
+
+    Marks are counted. Copies are made in order, so that a stream that has waited for a mark has
+    waited for all before it; where a later mark has taken its event, it waits a little longer.
+    """
+
+    def __init__(self, barrier: DeviceBarrier, memory: Memory, device: torch.device) -> None:
+        super().__init__(barrier, memory)
+        self.device = device
+        self.has_streams = device.type == "cuda"
+        self.side: Any = None  # high priority: copies are few and short beside a kernel's programs
+        self.last: Any = None  # the stream of the call, and before it that of the one before
+        self.raw = -1  # its address
+        self.begun: Any = None  # recorded on it before copies begin
+        self.events: list[Any] = []  # on the side stream, in turn
+        self.marks = self.waited = 0  # those that were made, and that `last` has waited for
+        self.words, self.limit = barrier.signals.words, barrier.nanoseconds
+        self.arrived = self.words.data_ptr() + self.words.itemsize * ARRIVED
+        self.launch = barrier.signals._launch
+        self.part_sums = PartSums(self.launch)
+        self.copy_table = CopyTable(self.launch)
+        self.pieces = 0  # that the copies of the call have brought
+        self.write: Any = None
+        self.dma: Any = None  # the driver's copies, without torch's own work for each
+        self.starts: list[int] = []  # addresses of the ranks' blocks
+        if self.has_streams:
+            self.side = torch.cuda.Stream(device, priority=-1)
+            self.begun = torch.cuda.Event()
+            self.events = [torch.cuda.Event() for _ in range(EVENTS)]
+            self.write = writer_of(self.words)
+            self.dma = copier_of(self.words)
+        counts = self.write is not None or not self.has_streams
+        # All ranks or none: those that count pieces publish keys in another order
+        answers = self.host.wait("whether pieces are counted", str(int(counts)))
+        self.counts_pieces = all(map(int, answers))
+
+    def publish(self, nbytes: int, signature: str) -> Tensor:
+        self.barrier.check()
+        self._follow()
+        return super().publish(nbytes, signature)
+
+    def grow(self, nbytes: int, signature: str) -> None:
+        # All ranks have come here, or none: else some would wait for others to grow
+        self.barrier.wait(signature, is_new=True)
+        synchronize(self.device)
+        self.host.wait(signature)  # no rank reads the blocks that go
+        self.blocks = []
+        self.views.clear()
+        self.blocks = self.memory.allocate(self.host, nbytes, signature)
+        self.starts = [x.data_ptr() for x in self.blocks]
+
+    def copy(self, table: Table, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+        read, written = ([x.data_ptr() for x in tensors] for tensors in (sources, targets))
+        if table.serves(read + written):
+            self.copy_table(table, read, written, self.device)
+        else:
+            super().copy(table, sources, targets)
+
+    def add_runs(
+        self, parts: Tensor, places: Tensor, targets: Tensor | None, total: Tensor
+    ) -> None:
+        add_runs(self.launch, parts, places, targets, total)
+
+    def pull_all(
+        self, lists: Sequence[Sequence[Piece]], targets: Sequence[Tensor], counted: int = 0
+    ) -> list[Any]:
+        if self.dma is None or not self.has_streams:
+            return super().pull_all(lists, targets, counted)
+        copy, side, marks = self.dma, self.side.cuda_stream, []
+        half, addresses = self.half * self.room, [x.data_ptr() for x in targets]
+        starts = [x + half for x in self.starts]
+        self._follow_caller()
+        with on_device(self.device):  # the driver's calls are of the current one
+            for pieces in lists:
+                for number, (rank, start, target, at, nbytes) in enumerate(pieces, 1):
+                    copy(side, addresses[target] + at, starts[rank] + start, nbytes)
+                    self.pulled += nbytes
+                    if counted and number % counted == 0:
+                        self.count_piece()
+                marks.append(self.mark())
+        return marks
+
+    @contextlib.contextmanager
+    def copying(self) -> Iterator[None]:
+        if not self.has_streams:
+            yield
+            return
+        self._follow_caller()
+        with torch.cuda.stream(self.side):
+            yield
+
+    def abandon(self, error: BaseException | None) -> None:
+        if self.has_streams:  # what an error frees may still be pulled into
+            torch.cuda.current_stream(self.device).wait_stream(self.side)
+        if error is not None:
+            self.barrier.abandon(error)
+
+    def mark(self) -> int:
+        """The mark of the copies so far, which `arrive` takes."""
+        if self.has_streams:
+            self.events[self.marks % EVENTS].record(self.side)
+        self.marks += 1
+        return self.marks
+
+    def arrive(self, mark: int) -> None:
+        if self.has_streams and mark > self.waited:
+            self.events[(mark - 1) % EVENTS].wait(self.last)
+            self.waited = mark
+
+    def begin_pieces(self, sources: tuple[int, ...]) -> None:
+        """Before `pull_all`: none of the pieces of these ranks has arrived."""
+        self.barrier.expect(sources)
+        self.pieces = 0
+        with on_device(self.device):  # the default stream is that of the current one
+            self._write_pieces(self.raw)
+
+    def count_piece(self) -> None:
+        """Once the copies that were begun so far have arrived, a kernel that runs finds so in the
+        word that counts them. The device is current.
+        """
+        self.pieces += 1
+        self._write_pieces(self.side.cuda_stream if self.has_streams else 0)
+
+    def _write_pieces(self, stream: int) -> None:
+        if self.has_streams:
+            self.write(stream, self.arrived, self.pieces)
+        else:
+            self.words[ARRIVED] = self.pieces
+
+    def settle(self, *pulled: Tensor) -> None:
+        self.barrier.poison(*pulled)
+
+    def _follow_caller(self) -> None:
+        """What the side stream does next comes after what the call's stream was given so far."""
+        self.begun.record(self.last)
+        self.begun.wait(self.side)
+
+    def _follow(self) -> None:
+        """A half that is used again is read by the stream of an earlier call, if not by this one;
+        and a captured graph would replay a barrier's number.
+        """
+        if not self.has_streams:
+            return
+        refuse_capture()
+        raw = torch._C._cuda_getCurrentRawStream(self.device.index)
+        if self.last is not None and raw == self.raw:
+            return
+        stream = torch.cuda.current_stream(self.device)
+        if self.last is not None:
+            stream.wait_stream(self.last)
+        self.last, self.raw = stream, raw
+
+
+def refuse_capture() -> None:
+    """Raises where a CUDA graph is captured on the current stream. Its barriers would have the
+    numbers of the capture, its copies that half of the arena, and no host would look at what they
+    found.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        raise NotImplementedError(
+            "a captured CUDA graph: barriers are numbered, so a replay would pass or wait for "
+            "others at random. Leave tilewise.distributed out of the capture: capture what lies "
+            "between its calls, each part as a graph of its own (torch.cuda.make_graphed_callables)"
+            '; torch.compile(mode="reduce-overhead") leaves it out by itself'
+        )

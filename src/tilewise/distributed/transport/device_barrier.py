@@ -1,0 +1,189 @@
+"""The barrier of GPUs: they wait for each other on the device, and each says what it calls by a
+fingerprint, so that no call after the first of its kind costs the host a round trip.
+
+The texts of calls go through the group's store, once each. The first call of a kind waits on the
+host for its barrier, and so is an error where it is made; a later one that fails is an error of the
+next call of the library, and until then what it has pulled is NaN.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from ...kernels.portable.signals import RAISED, WORDS, Signals
+from .failure import Barrier, PullTimeout, RankLost, RankMismatch
+from .memory import Memory, synchronize
+
+Tensor = torch.Tensor
+PAD = 8 * WORDS  # bytes
+KNOWN = 4096  # calls whose fingerprints are kept
+
+
+class DeviceBarrier:
+    """Barriers of a group on a device, one after another. Every rank makes the same ones, each on
+    its current stream.
+    """
+
+    def __init__(
+        self, host: Barrier, device: torch.device, pads: list[Tensor], memory: Memory
+    ) -> None:
+        self.host, self.memory = host, memory  # which keeps the pads mapped
+        self.rank, self.ranks = host.rank, host.ranks
+        self.store, self.timeout, self.device = host.store, host.timeout, device
+        pads[self.rank].zero_()
+        synchronize(device)
+        host.wait("a pad of zeros on every rank")
+        self.signals = Signals([x.view(torch.int64) for x in pads], self.rank)
+        self.known: dict[str, int] = {}
+        self.number = 0
+        self.last = 0, 0  # number and fingerprint of the last one that was begun
+        self.epoch = host.epoch  # after an error all ranks must find the same number again
+        self.left: dict[str, str] = {}  # what this rank has in the store, by key
+        self.sources: dict[int, tuple[int, ...]] = {}  # by barriers, the ranks of a call's pieces
+
+    @property
+    def lost(self) -> str | None:
+        """Why no further call can be made."""
+        return self.host.lost
+
+    @property
+    def nanoseconds(self) -> int:
+        """How long anything on the device waits."""
+        return int(self.timeout.total_seconds() * 1e9)
+
+    def wait(self, signature: str, is_new: bool = False) -> None:
+        """What this rank's stream does next follows what each rank's did before this barrier. Waits
+        on the host where the call is new, or said to be.
+        """
+        self.check()
+        fingerprint = self.known.get(signature)
+        if fingerprint is None:
+            fingerprint, is_new = self._introduce(signature), True
+        self.last = self.number + 1, fingerprint
+        self._signal()
+        if is_new:
+            synchronize(self.device)
+            self.check(signature)
+            self._forget()  # all have said the same
+            self.known[signature] = fingerprint
+
+    def _signal(self) -> None:
+        self.signals.barrier(*self.last, self.timeout.total_seconds())
+        self.number = self.last[0]
+
+    def check(self, signature: str = "") -> None:
+        """Raises what a barrier has found since the last check. Asks no device."""
+        host = self.host
+        if host.lost is not None:
+            raise RankLost(f"{host.lost}; make a new process group")
+        if self.signals.has_failed and (self.epoch == host.epoch or self.signals.late()):
+            self._fail(signature)
+        if self.epoch != host.epoch:
+            self._resume()
+
+    def abandon(self, error: BaseException) -> None:
+        """Once the host's barrier is abandoned, the same for ranks that wait on the device."""
+        if self.epoch != self.host.epoch - 1 or isinstance(error, RankMismatch):
+            return
+        if self.last[0] > self.number:  # interrupted: some may have seen this rank come
+            self._signal()
+        self.number += 1
+        self._leave(self.number, f"{type(error).__name__}: {error}")
+        self.signals.barrier(self.number, RAISED, 0.0, waits=False)
+
+    def poison(self, *tensors: Tensor) -> None:
+        """NaN in them if a barrier before has failed, so that nothing false is taken for a
+        result.
+        """
+        self.signals.poison(tensors, self.number)
+
+    def expect(self, sources: tuple[int, ...]) -> None:
+        """What is launched next waits for pieces of these ranks. The host, which runs ahead, may
+        learn calls later which did not arrive.
+        """
+        self.sources[self.number] = sources
+        if len(self.sources) > KNOWN:
+            del self.sources[next(iter(self.sources))]
+
+    def _introduce(self, signature: str) -> int:
+        """The fingerprint of a call, with its text left for those that call another."""
+        if len(self.known) >= KNOWN:
+            self.known.clear()
+        fingerprint = max(RAISED + 1, zlib.crc32(signature.encode()) & 0x7FFFFFFF)
+        self._leave(self.number + 1, signature)
+        return fingerprint
+
+    def _leave(self, number: int, text: str) -> None:
+        key = self._key(number, self.rank)
+        self.left[key] = text
+        self.store.set(key, text)
+
+    def _forget(self) -> None:
+        while self.left:
+            self.store.delete_key(self.left.popitem()[0])
+
+    def _fail(self, signature: str) -> NoReturn:
+        """Raises for the barrier or the piece that failed."""
+        if (late := self.signals.late()) is not None:  # its copy may never end: no wait for it
+            self.host.lost = self._why_late(*late)
+            raise PullTimeout(self.host.lost)
+        synchronize(self.device)  # no wait is without a bound, and none after this one waits at all
+        number, flags = self.signals.found()
+        absent = [rank for rank, flag in enumerate(flags) if flag >> 32 != number]
+        fingerprints = [flag & 0x7FFFFFFF for flag in flags]
+        if absent:
+            mine = self._text(number, self.rank, fingerprint=fingerprints[self.rank])
+            self.host.lost = self.host.absence(absent, f"call {number}, {mine}")
+            raise RankLost(self.host.lost)
+        earlier = "" if signature else f" (in call {number}, of which this is the next)"
+        for rank, fingerprint in enumerate(fingerprints):
+            if fingerprint == RAISED:
+                self.host.end(f"rank {rank} raised {self._text(number, rank)}{earlier}")
+        rank = next(r for r, x in enumerate(fingerprints) if x != fingerprints[self.rank])
+        first, second = (
+            f"rank {r} called {self._text(number, r, fingerprint=fingerprints[r])}"
+            for r in sorted((self.rank, rank))
+        )
+        self.host.end(f"{second}; {first}{earlier}")
+
+    def _why_late(self, number: int, piece: int) -> str:
+        sources = self.sources[number]
+        return (
+            f"piece {piece} of {len(sources)} of the keys, of rank {sources[piece - 1]}, did not "
+            f"arrive within {self.timeout.total_seconds():g} s, the time-out of the group: DMA "
+            "from that GPU stands still, or the device was too busy to begin it"
+        )
+
+    def _resume(self) -> None:
+        """After an error that left all ranks alive: the ranks have run ahead by different numbers
+        of barriers, and go on from the largest.
+        """
+        numbers = self.host.wait("the call after one that failed", str(self.number))
+        synchronize(self.device)  # of a call before, on another stream, too
+        self.signals.reset()
+        synchronize(self.device)
+        self.number = max(map(int, numbers))
+        self.last = self.number, 0
+        self.epoch = self.host.epoch  # from here on an error is one that the device must say
+        self.host.wait("the call after one that failed, again")  # all have reset theirs
+        self._forget()
+
+    def _text(self, number: int, rank: int, fingerprint: int = RAISED) -> str:
+        """What a rank has said at a barrier. Calls that all have made are not in the store."""
+        key = self._key(number, rank)
+        texts = (text for text, x in self.known.items() if x == fingerprint)
+        if (text := self.left.get(key) or next(texts, None)) is not None:
+            return text
+        try:
+            if self.store.check([key]):
+                return self.store.get(key).decode()
+        except dist.DistError:
+            pass  # the rank that has the store may have ended; which one this is, is known
+        return "an error" if fingerprint == RAISED else "something else"
+
+    def _key(self, number: int, rank: int) -> str:
+        return f"device/{self.device.type}/{number}/{rank}"

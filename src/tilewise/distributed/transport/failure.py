@@ -1,0 +1,209 @@
+"""What the ranks of a group say to each other before they read each other's memory: a barrier that
+carries what each of them calls, so that a rank that calls something else, or nothing at all, is a
+named error on the others and no wait without an end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import hashlib
+import os
+import time
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from ...errors import ArgumentError
+
+RAISED = "!"  # begins what a rank leaves that raised an error and does not come
+NOTE = "\0"  # begins what a rank adds, which is not compared
+ENDED = "tilewise_ended"  # of an error, the epoch that it began
+FIRST = "the first call of the process group"
+POLL = 0.001  # seconds between looks at the store, while ranks agree
+
+
+class RankMismatch(RuntimeError):
+    """The ranks did not make the same call; the message says what each one called."""
+
+
+class RankLost(RuntimeError):
+    """Ranks did not make a call within the group's timeout; the message names them."""
+
+
+class PullTimeout(RuntimeError):
+    """Keys that a kernel waited for did not arrive within the timeout; the message names them."""
+
+
+class Barrier:
+    """Barriers of a group, one after another, over its store.
+
+    Each rank leaves what it calls, waits for what the others leave, and compares. The n-th barrier
+    proves that all ranks have passed the one before it. An error ends an epoch, on the rank that
+    raises it and on those that learn of it, wherever they are: in the next one all count from 0.
+    """
+
+    def __init__(self, group: Any) -> None:
+        store = store_of(group)
+        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.timeout = timeout_of(group)
+        self.epoch = self.number = 0
+        self.left: list[str] = []  # keys of epochs that have ended
+        self.lost: str | None = None  # why no further call can be made
+        # Of groups that torch splits from one, several have one name, and so one store
+        first = min(dist.get_process_group_ranks(group))
+        keys = [f"tilewise/{first}/{rank}" for rank in range(self.ranks)]
+        self.store = store
+        self.store = distributed_c10d.PrefixStore(f"tilewise/{self._agree(keys)}", store)
+        self.wait("tilewise.distributed")  # so all have agreed
+        store.delete_key(keys[self.rank])
+
+    def _agree(self, keys: list[str]) -> str:
+        """A name that all ranks find for this life of the group, of which an earlier one may have
+        left keys: each rank draws a nonce, and repeats what the others say, until all repeat its
+        own.
+        """
+        mine, repeated, pause = os.urandom(8).hex(), "", POLL
+        deadline = time.monotonic() + self.timeout.total_seconds()
+        try:
+            self.store.set(keys[self.rank], mine)
+            self.store.wait(keys, self.timeout)
+            while True:
+                said = [self.store.get(key).decode().split() for key in keys]
+                drawn = " ".join(x[0] for x in said)
+                absent = [rank for rank, x in enumerate(said) if mine not in x[1:]]
+                if drawn == repeated and not absent:
+                    return hashlib.sha256(drawn.encode()).hexdigest()[:16]
+                if time.monotonic() > deadline:
+                    raise RankLost(self.absence(absent, FIRST))
+                if drawn != repeated:
+                    self.store.set(keys[self.rank], f"{mine} {drawn}")
+                    repeated = drawn
+                else:
+                    time.sleep(pause)
+                    pause = min(2 * pause, 0.05)
+        except dist.DistError as error:
+            raise RankLost(self._why(FIRST, keys, error)) from error
+
+    def wait(self, signature: str, note: str = "") -> list[str]:
+        """Returns once every rank has come with the same call; each rank's note."""
+        said = [x.split(NOTE) for x in self._gather(signature, note)]
+        for rank, (other, *_) in enumerate(said):
+            if other.startswith(RAISED):
+                self.end(f"rank {rank} raised {other.removeprefix(RAISED)}")
+        for rank, (other, *_) in enumerate(said):
+            if other != signature:
+                first, second = sorted([(self.rank, signature), (rank, other)])
+                self.end(f"rank {second[0]} called {second[1]}; rank {first[0]} called {first[1]}")
+        return [x[-1] for x in said]
+
+    def _gather(self, signature: str, note: str) -> list[str]:
+        """What each rank has left at this barrier. The last one that reads it deletes it."""
+        if self.lost is not None:
+            raise RankLost(f"{self.lost}; make a new process group")
+        number = self.number + 1
+        keys = [self._key(number, rank) for rank in range(self.ranks)]
+        try:
+            self.store.set(keys[self.rank], f"{signature}{NOTE}{note}")
+            self.number = number
+            self.store.wait(keys, self.timeout)
+            said = [self.store.get(key).decode() for key in keys]
+            if self.store.add(self._key(number), 1) == self.ranks:
+                self._delete([*keys, self._key(number)])
+            self._delete(self.left)  # all have come to this epoch, and so read those
+        except dist.DistError as error:
+            self.lost = self._why(signature, keys, error)
+            raise RankLost(self.lost) from error
+        self.left = []
+        return said
+
+    def end(self, why: str) -> NoReturn:
+        """Raises what all ranks find, each for itself."""
+        error = RankMismatch(why)
+        self.abandon(error)
+        raise error
+
+    def abandon(self, error: BaseException) -> bool:
+        """Ends the epoch, and leaves an error of this rank for the ranks that wait, and waits for
+        none of them. False where that is done, or where no rank waits any more.
+        """
+        if self.lost is not None or vars(error).get(ENDED) == (id(self), self.epoch):
+            return False
+        keys = [self._key(self.number + step, self.rank) for step in range(3)]
+        self.left += keys + [self._key(self.number + step) for step in range(3)]
+        self.epoch, self.number = self.epoch + 1, 0  # first: no later call may meet at these
+        vars(error)[ENDED] = id(self), self.epoch
+        if not isinstance(error, RankMismatch):
+            with contextlib.suppress(dist.DistError):
+                is_there = self.store.check(keys[1:2])  # where it was interrupted as it came
+                self.store.set(keys[1 + is_there], f"{RAISED}{type(error).__name__}: {error}")
+        return True
+
+    def _delete(self, keys: list[str]) -> None:
+        for key in keys:
+            self.store.delete_key(key)
+
+    def _key(self, number: int, *rank: int) -> str:
+        """The key of what a rank leaves at a barrier; without a rank, of how many have read it."""
+        return "/".join(map(str, (self.epoch, number, *rank)))
+
+    def _why(self, signature: str, keys: list[str], error: Exception) -> str:
+        try:
+            absent = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+        except dist.DistError:
+            return (
+                f"call {self.number}, {signature}: the store of the process group, which rank 0 or "
+                f"torchrun holds, does not answer ({error})"
+            )
+        return self.absence(absent, f"call {self.number}, {signature}")
+
+    def absence(self, absent: list[int], call: str) -> str:
+        """The message that these ranks did not come to a call."""
+        return (
+            f"{listed(absent)} of {self.ranks} did not come to {call}, within "
+            f"{self.timeout.total_seconds():g} s, the time-out of the group: dead, slower than "
+            "that, or not making the same calls"
+        )
+
+
+def listed(ranks: Sequence[int]) -> str:
+    """Ranks in words.
+
+    >>> listed([1]), listed([1, 3])
+    ('rank 1', 'ranks 1, 3')
+    """
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def store_of(group: Any) -> Any:
+    """The store of a group, an object that lives as long as the group; ArgumentError after that."""
+    try:
+        return distributed_c10d._get_process_group_store(group)
+    except KeyError as error:
+        raise ArgumentError(
+            "the process group was destroyed: make the layout with one that is there"
+        ) from error
+
+
+def timeout_of(group: Any) -> datetime.timedelta:
+    """How long the group's own collectives wait; of a backend that does not say, its store."""
+    store: Any = store_of(group)
+    for kind in ("cpu", "cuda"):
+        with contextlib.suppress(RuntimeError):  # it has no backend for these
+            options = getattr(group._get_backend(torch.device(kind)), "options", None)
+            return getattr(options, "_timeout", store.timeout)
+    return store.timeout
+
+
+def check_cpu_group(group: Any) -> None:
+    """A group whose ranks meet on the CPU."""
+    try:
+        group._get_backend(torch.device("cpu"))
+    except RuntimeError as error:
+        raise ArgumentError(
+            "the process group has no backend for the CPU: make it with "
+            'init_process_group("gloo"), or "cpu:gloo,cuda:nccl"'
+        ) from error
