@@ -1,4 +1,4 @@
-"""Backend selection: the first of an ordered tuple of backends that supports a problem. Each
+"""Backend selection: the first of an ordered table of backends that supports a problem. Each
 backend answers None or the reason why not.
 
 A backend is a package or module with `NAME`, `supports(problem, device) -> None | str`,
@@ -14,6 +14,9 @@ A backend with FP8 products has `supports_fp8(problem, device, out_dtype)` and
 `prepare_fp8(problem, scalars, out_dtype)`, which returns `(quantized, extras) -> (out, lse)`. One
 with `takes_values(problem, q, v, out_dtype)` transposes V itself where that is so:
 `prepare_fp8(..., transposes=True)`, and `quantized` has V in the place of V^T.
+
+A backend that reads KV caches has a module in `CACHED`, with `forward(cached, out, lse)` and, but
+for the CPU's, which serves what its package supports, `refusal(cached) -> None | str`.
 """
 
 from __future__ import annotations
@@ -22,13 +25,13 @@ import functools
 import importlib
 from collections.abc import Callable
 from types import ModuleType
-from typing import NamedTuple
 
 import torch
 
 from .errors import ArgumentError, Avoidable, Slower, warn_slow
 from .kernels.common.alignment import DENSE, check_elements, misplaced
 from .kernels.common.arguments import packed_in
+from .kernels.common.cached import Cached
 from .kernels.common.outputs import has_no_sequence, padding_grads, padding_out
 from .problem import Call, Extras, Grads, Problem, Saved
 
@@ -43,7 +46,11 @@ BACKENDS = {
     "portable": "tilewise.kernels.portable",
     "cpu": "tilewise.kernels.cpu",
 }
-
+CACHED = {  # for calls with a KV cache
+    "hopper": "tilewise.kernels.hopper.fwd.cached",
+    "portable": "tilewise.kernels.portable.decode_launch",
+    "cpu": "tilewise.kernels.cpu.cache",
+}
 
 # Copying a key takes as long as the Hopper kernels save over the portable ones on about 350 queries
 # that attend to it; causal masks hide half of the pairs, and launches dominate short calls
@@ -59,16 +66,9 @@ COPY_IS_SLOWER = Slower(
 )
 
 
-class Refusal(NamedTuple):
-    """Why one backend does not serve a problem."""
-
-    backend: str
-    reason: str
-
-
-def load(name: str) -> ModuleType:
-    """The backend's module; ImportError where its dependencies are missing."""
-    return importlib.import_module(BACKENDS[name])
+def load(name: str, modules: dict[str, str] = BACKENDS) -> ModuleType:
+    """A backend's module of BACKENDS or CACHED; ImportError where its dependencies are missing."""
+    return importlib.import_module(modules[name])
 
 
 def ask(
@@ -90,7 +90,32 @@ def ask(
                 return COPY_IS_SLOWER
         return reason
     except ImportError as error:
-        return f"cannot be imported ({error}); install it with `pip install triton`"
+        return _no_import(error)
+
+
+def ask_fp8(
+    name: str, problem: Problem, device: torch.device, out_dtype: torch.dtype
+) -> str | None:
+    """None if backend `name` computes the products of this problem of e4m3 tensors, else why not;
+    one that dequantises serves them, too.
+    """
+    try:
+        return load(name).supports_fp8(problem, device, out_dtype)
+    except ImportError as error:
+        return _no_import(error)
+
+
+def ask_cached(name: str, cached: Cached, device: torch.device) -> str | None:
+    """None if backend `name` serves a call with a KV cache on `device`, else its reason."""
+    reason = ask(name, cached.problem, device)
+    is_forced = isinstance(reason, Slower) and name == cached.backend
+    if name != "cpu" and (reason is None or is_forced):
+        return load(name, CACHED).refusal(cached) or reason
+    return reason
+
+
+def _no_import(error: ImportError) -> str:
+    return f"cannot be imported ({error}); install it with `pip install triton`"
 
 
 def why_copied(name: str, problem: Problem, is_aligned: bool) -> str:
@@ -146,57 +171,52 @@ def choose(
     is_aligned: bool = True,
     has_many: bool = True,
 ) -> ModuleType:
-    """The first backend that serves `problem` on `device`, or the one forced by name.
-
-    Raises NotImplementedError with every refusal if none serves the problem, and ArgumentError for
-    an unknown name.
-    """
-    check_backend(backend)
-    names = list(BACKENDS) if backend is None else [backend]
-    refusals: list[Refusal] = []
-    for name in names:
-        reason = ask(name, problem, device, is_aligned, has_many)
-        if reason is None or (isinstance(reason, Slower) and name == backend):
-            for refusal in refusals:
-                if isinstance(refusal.reason, Avoidable):
-                    warn_slow(
-                        f"the {refusal.backend} kernels do not support this call: {refusal.reason}"
-                    )
-            if backend is None and (why := why_copied(name, problem, is_aligned)):
-                warn_slow(f"the {name} kernels compute on copies: {why}")
-            return load(name)
-        refusals.append(Refusal(name, reason))
-    lines = "\n".join(f"  {refusal.backend}: {refusal.reason}" for refusal in refusals)
-    raise NotImplementedError(f"no backend supports this attention on {device}:\n{lines}")
-
-
-def ask_fp8(
-    name: str, problem: Problem, device: torch.device, out_dtype: torch.dtype
-) -> str | None:
-    """None if backend `name` computes the products of this problem of e4m3 tensors, else why not;
-    one that dequantises serves them, too.
-    """
-    try:
-        module = load(name)
-    except ImportError as error:
-        return f"cannot be imported ({error}); install it with `pip install triton`"
-    if not hasattr(module, "supports_fp8"):
-        return "has no FP8 kernels"
-    return module.supports_fp8(problem, device, out_dtype)
+    """The first backend that serves `problem` on `device`, or the one forced by name."""
+    answer = functools.partial(
+        ask, problem=problem, device=device, is_aligned=is_aligned, has_many=has_many
+    )
+    name = first("this attention", answer, device, backend)
+    if backend is None and (why := why_copied(name, problem, is_aligned)):
+        warn_slow(f"the {name} kernels compute on copies: {why}")
+    return load(name)
 
 
 def choose_fp8(
     problem: Problem, device: torch.device, out_dtype: torch.dtype, backend: str | None
 ) -> ModuleType:
-    """Does as `choose`, for e4m3 tensors."""
-    refusals: list[Refusal] = []
+    """The first backend with FP8 products for `problem`, or the one forced by name."""
+    answer = functools.partial(ask_fp8, problem=problem, device=device, out_dtype=out_dtype)
+    return load(first("FP8 attention", answer, device, backend))
+
+
+def choose_cached(cached: Cached) -> ModuleType:
+    """The first backend that serves a call with a KV cache, or the one forced by name."""
+    device = cached.q.device
+    answer = functools.partial(ask_cached, cached=cached, device=device)
+    name = first("attention with a KV cache", answer, device, cached.backend)
+    return load(name, CACHED)
+
+
+def first(
+    title: str, ask: Callable[[str], str | None], device: torch.device, backend: str | None
+) -> str:
+    """The name of the first backend that does not refuse, of all or of the one forced by name;
+    NotImplementedError with every refusal if there is none, and ArgumentError for an unknown name.
+    `ask` tells a backend's reason, and `title` the kind of call.
+    """
+    if backend is not None:
+        check_backend(backend)
+    refusals: dict[str, str] = {}
     for name in BACKENDS if backend is None else (backend,):
-        reason = ask_fp8(name, problem, device, out_dtype)
+        reason = ask(name)
         if reason is None or (isinstance(reason, Slower) and name == backend):
-            return load(name)
-        refusals.append(Refusal(name, reason))
-    lines = "\n".join(f"  {refusal.backend}: {refusal.reason}" for refusal in refusals)
-    raise NotImplementedError(f"no backend supports FP8 attention on {device}:\n{lines}")
+            for refusing, why in refusals.items():
+                if isinstance(why, Avoidable):
+                    warn_slow(f"the {refusing} kernels do not support this call: {why}")
+            return name
+        refusals[name] = reason
+    lines = "\n".join(f"  {name}: {reason}" for name, reason in refusals.items())
+    raise NotImplementedError(f"no backend supports {title} on {device}:\n{lines}")
 
 
 def check_backend(backend: object) -> None:

@@ -12,7 +12,7 @@ from tilewise.frontend import append_checks, cache_checks, new_keys
 from tilewise.frontend import kv_cache as kv_cache_calls
 from tilewise.kernels.common import append_step, decode_step
 from tilewise.kernels.portable import append_launch, decode_launch
-from tilewise.ops import append, calls, kv_cache
+from tilewise.ops import append, calls
 
 from .looks import moved
 
@@ -51,8 +51,8 @@ def compiled_for(args):
 
 def record(monkeypatch):
     """Calls of kernels. Memory that a call makes is the same for all calls."""
-    backends = {name: kv_cache.BACKENDS[name] for name in ("portable", "cpu")}
-    monkeypatch.setattr(kv_cache, "BACKENDS", backends)  # Hopper's kernel would come first
+    backends = {name: dispatch.BACKENDS[name] for name in ("portable", "cpu")}
+    monkeypatch.setattr(dispatch, "BACKENDS", backends)  # Hopper's kernel would come first
     log, made, new_empty = [], {}, torch.Tensor.new_empty
 
     def once(x, *sizes, **options):

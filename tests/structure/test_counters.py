@@ -21,7 +21,7 @@ AT_MOST = {
     "records built at one place, host": 30,
     "records built at one place, device": 76,
     "launching classes": 17,
-    "dispatchers": 3,
+    "dispatchers": 1,
     "check files": 8,
     # Plain English
     "calls with *x per 1,000 lines": 13.2,

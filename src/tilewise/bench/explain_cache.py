@@ -6,7 +6,6 @@ As `explain`, of calls with a cache; no GPU is needed, and no tensor is written.
 from __future__ import annotations
 
 import functools
-import importlib
 import math
 from typing import NamedTuple
 
@@ -15,7 +14,6 @@ import torch
 from .. import dispatch
 from ..frontend.cache_checks import check_cached
 from ..kernels.common.cached import Cached, lse_shape
-from ..ops import kv_cache as cache_ops
 from ..tile.paging import capacity
 from ..tile.split_kv import pieces
 from .caches import INT32, Decode
@@ -127,12 +125,8 @@ def cached_of(of: Decode, split_size: int | None) -> Cached:
 def answers_of(cached: Cached, target: str) -> list[Answer]:
     """Each backend's that reads a cache, in the order in which they are asked."""
     device = torch.device("cpu" if target == "cpu" else "cuda")
-    reasons = {}
     with standing_in(target):
-        for name, module in cache_ops.BACKENDS.items():
-            reasons[name] = dispatch.ask(name, cached.problem, device)
-            if reasons[name] is None and name != "cpu":
-                reasons[name] = importlib.import_module(module).refusal(cached)
+        reasons = {name: dispatch.ask_cached(name, cached, device) for name in dispatch.BACKENDS}
     return [
         Answer(name, str(reason or ""), "refuses" if reason else "serves")
         for name, reason in reasons.items()

@@ -4,15 +4,11 @@ functorch transforms go straight to the backend, as in `attention`.
 
 from __future__ import annotations
 
-import importlib
-from types import ModuleType
-
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor, peek_interpreter_stack
 from torch.autograd import forward_ad
 
 from .. import dispatch
-from ..errors import Slower
 from ..kernels.common.alignment import ALIGNMENT, check_elements
 from ..kernels.common.cached import Cached, lse_shape
 from ..kernels.common.outputs import fill_padding, has_no_sequence
@@ -139,7 +135,7 @@ def _run(cached: Cached, out: Tensor | None) -> tuple[Tensor, Tensor]:
         check_written("out", out)
         check_apart(("out", *names), (out, *tensors), 1)
     check_elements(zip(("out", *names), (fresh, *tensors)))
-    backend = _backend_of(cached)
+    backend = dispatch.choose_cached(cached)
     if has_no_sequence(cached.extras):
         fill_padding(fresh if out is None else None, lse)
         return fresh, lse
@@ -154,30 +150,6 @@ READ_NAMES = (
     *("q", "k", "v", "page_table", "seqused_k", "cu_seqlens_q", "alibi_slopes", "sinks"),
     *("k_descale", "v_descale"),
 )
-
-# In order of preference; imported on first use
-BACKENDS = {
-    "hopper": "tilewise.kernels.hopper.fwd.cached",
-    "portable": "tilewise.kernels.portable.decode_launch",
-    "cpu": "tilewise.kernels.cpu.cache",
-}
-
-
-def _backend_of(cached: Cached) -> ModuleType:
-    """The first that serves the call; NotImplementedError with every reason where none does."""
-    problem, device, reasons = cached.problem, cached.q.device, []
-    for name in BACKENDS if cached.backend is None else (cached.backend,):
-        reason = dispatch.ask(name, problem, device)
-        if reason is None or (isinstance(reason, Slower) and name == cached.backend):
-            module = importlib.import_module(BACKENDS[name])
-            reason = None if name == "cpu" else module.refusal(cached)
-            if reason is None:
-                return module
-        reasons.append(f"  {name}: {reason}")
-    lines = "\n".join(reasons)
-    raise NotImplementedError(
-        f"no backend supports attention with a KV cache on {device}:\n{lines}"
-    )
 
 
 def _empty(cached: Cached, out: Tensor | None) -> tuple[Tensor, Tensor]:
