@@ -148,7 +148,8 @@ class Call:
     """
 
     __slots__ = (
-        *("backend", "backwards", "forward", "has_extras", "needs_grad", "problem", "scalars"),
+        *("backend", "backwards", "forward", "has_extras", "is_transposed", "needs_grad"),
+        *("out_dtype", "problem", "scalars"),
     )
 
     def __init__(
@@ -162,6 +163,9 @@ class Call:
         self.scalars = scalars
         self.backend = backend  # the name of one to force
         self.needs_grad = needs_grad
+        # Of FP8 products
+        self.out_dtype = problem.dtype
+        self.is_transposed = False  # whether v is V^T
         self.has_extras = problem.has_extras
         self.forward: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
         self.backwards: dict[Any, Callable[..., Grads]] = {}  # by `ops.calls.layout_key`

@@ -23,7 +23,7 @@ import torch
 
 from .errors import ArgumentError, a_type
 from .frontend.cache_checks import check_cached, is_cached
-from .frontend.checks import check_extras
+from .frontend.checks import check_extras, check_values
 from .frontend.qkv import check_tensors, in_order, sizes_of
 from .frontend.scalars import Window, band, check_causal, check_flag, check_layout, check_numbers
 from .kernels.common.cached import Cached, lse_by_query, lse_shape
@@ -131,6 +131,7 @@ def attention_reference(
     extras = Extras(alibi_slopes, sinks, *lengths, bias, dropout_rng if dropout_p else None)
     slopes = None if alibi_slopes is None else alibi_slopes.detach()  # here they have a gradient
     check_extras(q, k, extras._replace(alibi_slopes=slopes))
+    check_values(q, k, extras)
     sides = band(window, causal is not False)
     sizes = sizes_of(q, k, cu_seqlens_q)
     block_mask = block_mask_of(block_mask)

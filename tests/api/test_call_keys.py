@@ -9,6 +9,7 @@ import torch
 
 import tilewise
 import tilewise.distributed as td
+from tilewise.ops import calls
 from tilewise.ops.calls import find
 
 VALUES = (None, -1, 0, 1, True, False, 1.0, 0.0, "backend", "bounds", "cpu")
@@ -48,3 +49,100 @@ def test_a_backend_is_no_window():
     with pytest.raises(ValueError, match="backend='bounds' is unknown"):
         tilewise.attention(q, q, q, backend="bounds", window=(4, 1))
     tilewise.attention(q, q, q, backend="cpu", window=(4, 1))
+
+
+def ints(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def packed(**lengths):
+    q = torch.randn(8, 4, 16)
+    k = torch.randn(8, 2, 16)
+    lengths = dict(cu_seqlens_q=ints(0, 3, 8), cu_seqlens_k=ints(0, 5, 8)) | lengths
+    return tilewise.attention(q, k, k, causal=True, **lengths)
+
+
+def varlen(**lengths):
+    q = torch.randn(8, 4, 16)
+    lengths = dict(cu_seqlens_q=ints(0, 3, 8), cu_seqlens_k=ints(0, 5, 8)) | lengths
+    return tilewise.flash_attn_varlen_func(q, q, q, max_seqlen_q=5, max_seqlen_k=5, **lengths)
+
+
+def eight_bits(**lengths):
+    lengths = dict(cu_seqlens_q=ints(0, 3, 8), cu_seqlens_k=ints(0, 5, 8)) | lengths
+    x = tilewise.quantize(
+        *torch.randn(3, 8, 4, 16).unbind(0),
+        cu_seqlens_q=ints(0, 3, 8),
+        **dict(cu_seqlens_k=ints(0, 5, 8)),
+    )
+    return tilewise.attention(x, **lengths)
+
+
+def padded(**lengths):
+    q = torch.randn(2, 8, 4, 16)
+    return tilewise.attention(q, q, q, layout="bhsd", **dict(seqused_k=ints(1, 4)) | lengths)
+
+
+def paged(**lengths):
+    q, (k, v) = torch.randn(2, 1, 4, 16), torch.randn(2, 6, 8, 2, 16)
+    lengths = dict(page_table=ints(5, 0, 1, 4).view(2, 2), seqused_k=ints(16, 3)) | lengths
+    return tilewise.attention(q, k, v, window=(8, 0), **lengths)
+
+
+def kvcache(**lengths):
+    q, (k, v) = torch.randn(2, 1, 4, 16), torch.randn(2, 6, 8, 2, 16)
+    lengths = dict(block_table=ints(5, 0, 1, 4).view(2, 2), cache_seqlens=ints(16, 3)) | lengths
+    return tilewise.flash_attn_with_kvcache(q, k, v, causal=True, **lengths)
+
+
+WRONG_VALUES = {
+    "starts of q": (packed, dict(cu_seqlens_q=ints(0, 3, 9))),
+    "starts of k": (packed, dict(cu_seqlens_k=ints(1, 3, 8))),
+    "starts in varlen_func": (varlen, dict(cu_seqlens_q=ints(0, 5, 4))),
+    "starts of 8 bits": (eight_bits, dict(cu_seqlens_k=ints(0, 9, 8))),
+    "keys in use": (padded, dict(seqused_k=ints(9, 1))),
+    "a page": (paged, dict(page_table=ints(5, 0, 7, 4).view(2, 2))),
+    "keys in pages": (paged, dict(seqused_k=ints(17, 3))),
+    "a page of kvcache": (kvcache, dict(block_table=ints(5, 6, 1, 4).view(2, 2))),
+    "keys of kvcache": (kvcache, dict(cache_seqlens=ints(16, -1))),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_VALUES)
+def test_values_are_checked_at_every_call(case):
+    """Lengths on a CPU are in no key: what is wrong is refused, by the same words, in a call that
+    is found as in a first one.
+    """
+    call, wrong = WRONG_VALUES[case]
+    calls._entry.cache_clear()
+    with pytest.raises(ValueError, match=next(iter(wrong))) as first:
+        call(**wrong)
+    for _ in range(3):
+        call()
+        with pytest.raises(ValueError) as later:
+            call(**wrong)
+        assert str(later.value) == str(first.value)
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("has_out", [False, True])
+def test_a_cache_on_a_cpu_is_read_again(layout, has_out):
+    """A call that is found reads the tensors of its own."""
+    found = []
+    for seed in (1, 2, 1):
+        torch.manual_seed(seed)
+        q, (k, v) = torch.randn(2, 3, 4, 16), torch.randn(2, 6, 8, 2, 16).to(torch.float8_e4m3fn)
+        scales = torch.rand(6, 8, 2)
+        table = torch.randperm(4)[:4].view(2, 2).int()
+        used = torch.randint(3, 17, (2,)).int()
+        if layout == "bhsd":
+            q, k, v, scales = (x.transpose(1, 2).contiguous() for x in (q, k, v, scales))
+        out = torch.full_like(q, torch.nan) if has_out else None
+        options = dict(page_table=table, seqused_k=used, k_descale=scales, layout=layout, out=out)
+        result, lse = tilewise.attention(q, k, v, causal=True, return_lse=True, **options)
+        assert out is None or result is out
+        found.append((result.clone(), lse))
+        if seed == 2:
+            calls._entry.cache_clear()
+    assert all(map(torch.equal, found[0], found[2]))
+    assert not torch.equal(found[0][0], found[1][0])

@@ -172,7 +172,7 @@ def test_missing_scales_are_one_tensor_and_the_call_is_looked_up_once(monkeypatc
         monkeypatch.setattr(
             sys.modules[f"tilewise.frontend.{name}"],
             "find",
-            lambda *a: looks.append(a) or (None, None),
+            lambda *a, **o: looks.append(a) or (None, None),
         )
     tilewise.attention(q, k, v)
     tilewise.attention(q, k, v, k_descale=torch.tensor(2.0))

@@ -83,11 +83,11 @@ def append(
     if rotary is None or type(rotary) is Rotary:
         tensors = new.tensors
         entry, addresses = find(tensors, ("append", rotary is None or rotary.interleaved))
-        if entry is not None and entry.step is not None:
+        if entry is not None and entry.call is not None:
             refuse_shards()
             if addresses is None:
                 addresses = [x.data_ptr() for x in tensors if x is not None]
-            if entry.step.repeats(addresses):
+            if entry.call.repeats(addresses):
                 return
     check_call(new)
     append_ops.append(new, entry)

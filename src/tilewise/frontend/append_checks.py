@@ -9,10 +9,10 @@ import torch
 from ..errors import ArgumentError, a_type
 from ..kernels.common.cached import Append
 from ..tile.rotary import Rotary
-from .cache_checks import check_kind, check_reach, check_starts
-from .checks import knows_values
+from .cache_checks import check_reach
+from .checks import check_starts, knows_values
 from .descale_checks import check_cache_dtypes, check_descale, check_query_dtype
-from .qkv import DTYPES, check_tensor
+from .qkv import DTYPES, check_kind, check_tensor
 
 Tensor = torch.Tensor
 
@@ -101,7 +101,7 @@ def _check_rows(new: Append) -> None:
                 f"{tuple(a.shape)}: they must be equal except for headdim"
             )
     if starts is not None and knows_values(starts):
-        check_starts(starts, new.k.shape[0], "keys")
+        check_starts("cu_seqlens_q", starts, new.k.shape[0], "keys")
 
 
 def _check_descales(new: Append) -> None:

@@ -17,7 +17,7 @@ from ..ops import attention as ops
 from ..ops import context_parallel as shards
 from ..ops import kv_cache as cache_ops
 from ..ops.calls import find
-from ..problem import OPEN, Extras
+from ..problem import OPEN, Call, Extras
 from ..tile.random_bytes import check_dropout, draw_rng
 from . import fp8, invariance
 from .cache_checks import check_cached, is_cached, refuse_beside_cache
@@ -215,15 +215,13 @@ def attention(
         tensors = *inputs, page_table, seqused_k, cu_seqlens_q, alibi_slopes, sinks
         # Those of a decode step first, in its order
         tensors = *tensors, *descales, out, seqused_q, cu_seqlens_k, bias
-        entry, addresses = find(tensors, plain, window)
-        if entry is not None:
-            if entry.step is not None:
-                result = launch_step(entry.step, tensors, addresses, return_lse, layout)
-            elif entry.call is not None:
+        entry, addresses = find(tensors, plain, window, checks_values=True)
+        if entry is not None and entry.call is not None:
+            if type(entry.call) is Call:
                 optional = alibi_slopes, sinks, *lengths, bias
                 result = launch(entry.call, *inputs, optional, layout)
             else:
-                result = None
+                result = launch_step(entry.call, tensors, addresses, return_lse, layout)
             if result is not None:
                 return result if return_lse else result[0]
     if isinstance(q, Quantized) or k is None or v is None or fp8.has_fp8(q, *of_fp8):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import torch
@@ -18,12 +17,15 @@ from ..tile import split_kv
 from ..tile.paging import batch_of, capacity
 from ..tile.quantize import is_one_byte
 from . import invariance
-from .checks import knows_values
+from .checks import check_optional, check_starts, knows_values
 from .descale_checks import check_cache_dtypes, check_descale, check_query_dtype
-from .qkv import DTYPES, check_tensor, check_tensors
+from .qkv import DTYPES, check_device, check_kind, check_tensor, check_tensors
 from .scalars import Window, as_int, band, check_causal, check_layout, check_numbers
 
 Tensor = torch.Tensor
+
+
+LENGTHS = "seqused_k", "page_table"  # and tables, as `tilewise.attention` calls them
 
 
 def is_cached(
@@ -92,7 +94,7 @@ def check_cached(
         )
     extras = Extras(slopes, sinks, seqused_k, None, cu_seqlens_q)
     sides = band(window, causal is not False)
-    _check_lengths(q, k, page_table, extras, left=sides[0])
+    _check_lengths(q, k, page_table, extras)
     batch = batch_of(q, cu_seqlens_q)
     modifiers = modifiers_of(mask_mod, None, None, (batch, q.shape[-2], 0, 0))
     extras = extras._replace(captured=modifiers.captured)
@@ -102,7 +104,18 @@ def check_cached(
     scalars = Scalars(*check_numbers(scale, softcap, q.shape[-1], q.dtype), *sides)
     size = check_split_size(split_size, q.shape[-2] // k.shape[2])
     cached = Cached(q, k, v, page_table, extras, scalars, size, modifiers.mods.mask)
-    return cached._replace(k_descale=scales[0], v_descale=scales[1])
+    cached = cached._replace(k_descale=scales[0], v_descale=scales[1])
+    check_cached_values(cached)
+    return cached
+
+
+def check_cached_values(cached: Cached, names: tuple[str, str] = LENGTHS) -> None:
+    """Checks lengths and pages, where values may be read; `names` as in `check_reach`."""
+    starts, q, left = cached.extras.cu_seqlens_q, cached.q, cached.scalars.left
+    if starts is not None and knows_values(starts):
+        check_starts("cu_seqlens_q", starts, q.shape[0], "queries")
+    keys = cached.k, cached.page_table, cached.extras.seqused_k
+    check_reach(*keys, names=names, read=last_read(q, starts, left))
 
 
 def _in_order(
@@ -147,10 +160,8 @@ def _rows(q: Tensor, k: Tensor) -> Tensor:
     return q.new_empty_strided((k.shape[0], *q.shape[1:]), q.stride())
 
 
-def _check_lengths(
-    q: Tensor, k: Tensor, page_table: Tensor | None, extras: Extras, *, left: int
-) -> None:
-    """Checks the shapes of page table and lengths, and their values where they may be read."""
+def _check_lengths(q: Tensor, k: Tensor, page_table: Tensor | None, extras: Extras) -> None:
+    """Checks the shapes of page table and lengths."""
     cu_seqlens_q, seqused_k = extras.cu_seqlens_q, extras.seqused_k
     for name, x, dims, shape in (
         ("page_table", page_table, 2, "(batch, pages)"),
@@ -172,32 +183,6 @@ def _check_lengths(
                 f"{name} has shape {tuple(x.shape)} and {source} says that there are {batch} "
                 f"sequences: its first dimension must be {batch}"
             )
-    if cu_seqlens_q is not None and knows_values(cu_seqlens_q):
-        check_starts(cu_seqlens_q, q.shape[0])
-    check_reach(k, page_table, seqused_k, read=last_read(q, cu_seqlens_q, left))
-
-
-def check_kind(
-    name: str, x: Tensor, q: Tensor, dtypes: tuple[torch.dtype, ...], of: str = "q"
-) -> None:
-    """One of some dtypes, on the device of `of`."""
-    if x.dtype not in dtypes:
-        kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise ArgumentError(f"{name}.dtype is {x.dtype}: it must be {kinds}")
-    if x.device != q.device:
-        raise ArgumentError(
-            f"{name} is on {x.device} and {of} is on {q.device}: move them to one device"
-        )
-
-
-def check_starts(starts: Tensor, total: int, what: str = "queries") -> None:
-    """Where packed sequences begin; rows past the last may be there."""
-    found = starts.tolist()
-    if found[0] != 0 or found[-1] > total or any(a > b for a, b in itertools.pairwise(found)):
-        raise ArgumentError(
-            f"cu_seqlens_q={found}: it must begin with 0, never decrease, and end with at most the "
-            f"number of packed {what}, {total}"
-        )
 
 
 def last_read(q: Tensor, cu_seqlens_q: Tensor | None, left: int) -> int | Tensor | None:
@@ -214,7 +199,7 @@ def check_reach(
     page_table: Tensor | None,
     seqused_k: Tensor | None,
     *,
-    names: tuple[str, str] = ("seqused_k", "page_table"),
+    names: tuple[str, str] = LENGTHS,
     least: list[int] | None = None,
     read: int | Tensor | None = None,
 ) -> None:
@@ -259,25 +244,16 @@ def check_reach(
 
 
 def _check_learned(q: Tensor, batch: int, extras: Extras) -> None:
-    slopes, sinks, nheads = extras.alibi_slopes, extras.sinks, q.shape[-2]
+    nheads, count = q.shape[-2], f"{batch} sequences"
     for name, x, shapes, dtypes in (
-        ("alibi_slopes", slopes, [(nheads,), (batch, nheads)], (torch.float32,)),
-        ("sinks", sinks, [(nheads,)], DTYPES),
+        ("alibi_slopes", extras.alibi_slopes, [(nheads,), (batch, nheads)], (torch.float32,)),
+        ("sinks", extras.sinks, [(nheads,)], DTYPES),
     ):
         if x is not None:
             check_tensor(name, x)
-            if tuple(x.shape) not in shapes:
-                raise ArgumentError(
-                    f"{name} has shape {tuple(x.shape)}: with q of {nheads} heads and {batch} "
-                    f"sequences it must be {' or '.join(map(str, shapes))}"
-                )
-            check_kind(name, x, q, dtypes)
+            check_optional(name, x, q, shapes, dtypes, count)
     for x in extras.captured:
-        if x.device != q.device:
-            raise ArgumentError(
-                f"mask_mod has a tensor on {x.device} and q is on {q.device}: move them to one "
-                "device (Mask.to)"
-            )
+        check_device("mask_mod has a tensor", x, "q", q, " (Mask.to)", verb="")
 
 
 def check_split_size(split_size: Any, group: int) -> int:

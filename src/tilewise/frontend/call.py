@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,8 +17,8 @@ from ..ops import kv_cache as cache_ops
 from ..ops.autocast import cast_bias, is_any_autocast_on
 from ..ops.calls import Entry, entry_of, has_lazy, resolved
 from ..problem import NO_EXTRAS, NO_MODS, Call, Extras, Mods, extras_of
-from .cache_checks import check_no_grad, check_out
-from .checks import check, check_scores, has_values
+from .cache_checks import LENGTHS, check_cached_values, check_no_grad, check_out
+from .checks import check, check_scores, check_values
 from .qkv import warn_of_order
 from .scalars import check_flag
 
@@ -26,33 +26,52 @@ Tensor = torch.Tensor
 
 
 def launch(
-    call: Call, q: Tensor, k: Tensor, v: Tensor, optional: Sequence[Tensor | None], layout: str
+    call: Call,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    optional: Sequence[Tensor | None],
+    layout: str,
+    words: Words = OURS,
 ) -> tuple[Tensor, Tensor]:
     """`out` and `lse` of a cached call, of tensors in `layout`; `optional` are the first Extras."""
-    extras = extras_of(*optional) if call.has_extras else NO_EXTRAS
-    if call.problem.is_packed:
-        out, lse = ops.launch(call, q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), extras)
-        return out.squeeze(0), lse.squeeze(0)
-    if layout == "bshd":
-        return ops.launch(call, q, k, v, extras)
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    extras, is_packed = NO_EXTRAS, call.problem.is_packed
+    if is_packed:
+        q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
+    elif layout == "bhsd":
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    if call.has_extras:
+        extras = extras_of(*optional)
+        if q.is_cpu:
+            check_values(q, k, extras, words)
     out, lse = ops.launch(call, q, k, v, extras)
-    return out.transpose(1, 2), lse
+    if is_packed:
+        return out.squeeze(0), lse.squeeze(0)
+    return out if layout == "bshd" else out.transpose(1, 2), lse
 
 
 def launch_step(
-    step: Callable[..., Any],
+    step: Any,
     tensors: tuple[Tensor | None, ...],
     addresses: list[int] | None,
     has_lse: bool,
     layout: str = "bshd",
+    names: tuple[str, str] = LENGTHS,
 ) -> tuple[Tensor, Any] | None:
     """`out` and `lse` of a cached decode step, of `Cached.tensors`, `out` and what an append before
     it takes; None where it may not be launched now. `addresses` are those of the tensors that are
-    not None, where they are known.
+    not None, where they are known, and `names` those of lengths and page table.
     """
     shards.refuse_shards()
     out = tensors[OUT]
+    if type(step) is cache_ops.Repeated:
+        ordered: list[Any] = list(tensors[: OUT + 1])
+        if layout == "bhsd":
+            ordered = [x if x is None or x.dim() < 3 else x.transpose(1, 2) for x in ordered]
+        cached = step.of_tensors(ordered[:OUT])
+        check_cached_values(cached, names)
+        fresh, lse = step(cached, ordered[OUT])
+        return (fresh if layout == "bshd" else fresh.transpose(1, 2)) if out is None else out, lse
     if addresses is None:
         addresses = [x.data_ptr() for x in tensors if x is not None]
     found: tuple[Tensor, Any] | None = step(tensors[:OUT], addresses, out, has_lse)
@@ -106,28 +125,30 @@ def call(
         extras = extras_of(*optional)
     asked: dict[str, Any] = dict(numbers=numbers[:2], align=window[0], window=window[1:], mods=mods)
     asked |= dict(deterministic=deterministic, dropout_p=numbers[2], is_long=is_long)
-    if entry is None and not needs_dispatcher and may_keep(numbers, extras):
+    if entry is None and not needs_dispatcher and may_keep(numbers):
         flags = deterministic, mods, is_long, backend
         entry = entry_of(tensors, *numbers, *window, *flags)
     known = None if entry is None else entry.call  # a compiler would watch the table
     if known is None:
-        problem, _, scalars = check(q, k, v, extras=extras, words=words, **asked)
+        known = check(q, k, v, extras=extras, words=words, **asked)
         differentiable = (
             () if needs_dispatcher else (q, k, v, extras.sinks, extras.bias, *extras.captured)
         )
-        known = Call(problem, scalars, backend, ops.needs_grad(*differentiable))
+        known.backend, known.needs_grad = backend, ops.needs_grad(*differentiable)
         if entry is not None:
             entry.call = known
+    if known.has_extras:
+        check_values(q, k, extras, words)
     if not needs_dispatcher and os.environ.get("TILEWISE_CHECK") == "1":
         if words.order and words is not HEADS_FIRST and not known.problem.is_packed:
             warn_of_order(q, k, v, words)
         if q.device.type != "cpu":
-            check_scores(q, k, *known.scalars[:2], words)
+            check_scores(q, k, known.scalars.scale, known.scalars.softcap, words)
     return ops.attention(known, q, k, v, extras, needs_dispatcher)
 
 
-def may_keep(numbers: tuple[float | None, float | None, float], extras: Extras) -> bool:
-    """Whether a call may be cached: its numbers cannot change, and its checks read no tensor."""
+def may_keep(numbers: tuple[float | None, float | None, float]) -> bool:
+    """Whether a call may be cached, as its numbers cannot change."""
     scale, softcap, dropout_p = numbers
     is_fixed = all(x is None or type(x) is float for x in (scale, softcap))
-    return is_fixed and type(dropout_p) in (int, float) and not has_values(extras)
+    return is_fixed and type(dropout_p) in (int, float)

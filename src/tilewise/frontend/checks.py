@@ -1,4 +1,4 @@
-"""Argument validation: returns (Problem, Extras, Scalars), or raises an ArgumentError that names
+"""Argument validation: returns a `Call`, or raises an ArgumentError that names
 the argument.
 """
 
@@ -6,27 +6,19 @@ from __future__ import annotations
 
 import itertools
 import os
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 from torch._C._functorch import peek_interpreter_stack
 
 from ..errors import OURS, ArgumentError, Words, a_type
 from ..mods.flatten import take_apart
-from ..problem import NO_MODS, OPTIONAL, Extras, Mods, Problem, Scalars, describe
+from ..problem import NO_MODS, OPTIONAL, Call, Extras, Mods, Scalars, describe
 from ..tile.random_bytes import check_dropout
-from .qkv import DTYPES, check_tensors
+from .qkv import DTYPES, check_device, check_kind, check_tensors
 from .scalars import check_numbers
 
 Tensor = torch.Tensor
-
-
-class Checked(NamedTuple):
-    """A call after argument validation."""
-
-    problem: Problem
-    extras: Extras
-    scalars: Scalars
 
 
 def check(
@@ -43,8 +35,8 @@ def check(
     mods: Mods = NO_MODS,
     is_long: bool = False,
     words: Words = OURS,
-) -> Checked:
-    """Checks tensors in (batch, seqlen, nheads, headdim) order."""
+) -> Call:
+    """The call of tensors in (batch, seqlen, nheads, headdim) order, but for values of lengths."""
     check_tensors(q, k, v, words)
     check_extras(q, k, extras, words)
     check_dropout(dropout_p)
@@ -55,7 +47,7 @@ def check(
     has_bias_grad = extras.bias is not None and extras.bias.requires_grad
     flags = align, deterministic, mods, has_bias_grad, is_long
     problem = describe(q, k, v, extras, scalars, *flags)
-    return Checked(problem, extras, scalars)
+    return Call(problem, scalars)
 
 
 def check_extras(q: Tensor, k: Tensor, extras: Extras, words: Words = OURS) -> None:
@@ -68,35 +60,41 @@ def check_extras(q: Tensor, k: Tensor, extras: Extras, words: Words = OURS) -> N
             raise ArgumentError(f"{name} is {a_type(x)}: it must be a torch.Tensor or None")
     batch = check_packing(q, k, extras, words)
     if slopes is not None:
-        _check_extra("alibi_slopes", slopes, q, [(nheads,), (batch, nheads)], (torch.float32,))
+        check_optional("alibi_slopes", slopes, q, [(nheads,), (batch, nheads)], (torch.float32,))
         if slopes.requires_grad:
             raise NotImplementedError(
                 "alibi_slopes.requires_grad: alibi_slopes have no gradient; pass "
                 "score_mod=tilewise.scores.alibi(slopes), which learns them, or detach() them"
             )
     if sinks is not None:
-        _check_extra(words.sinks, sinks, q, [(nheads,)], DTYPES)
+        check_optional(words.sinks, sinks, q, [(nheads,)], DTYPES)
     if extras.bias is not None:
         check_bias(q, k, extras.bias, extras.cu_seqlens_q is not None, words)
     if extras.dropout_rng is not None:
-        _check_extra("dropout_rng", extras.dropout_rng, q, [(2,)], (torch.int64,))
+        check_optional("dropout_rng", extras.dropout_rng, q, [(2,)], (torch.int64,))
     for x in extras.captured:
-        if x.device != q.device:
-            raise ArgumentError(
-                f"{words.captured} on {x.device} and {words.q} is on {q.device}: "
-                "move them to one device (Mask.to, BlockMask.to)"
-            )
+        check_device(words.captured, x, words.q, q, " (Mask.to, BlockMask.to)", verb="")
     for name in ("seqused_q", "seqused_k"):
         if (used := getattr(extras, name)) is not None:
-            _check_extra(name, used, q, [(batch,)], (torch.int32,))
-            if knows_values(used):
-                starts = getattr(extras, name.replace("seqused", "cu_seqlens"))
-                room = torch.full_like(used, k.shape[1]) if starts is None else starts.diff()
-                if bool(((used < 0) | (used > room)).any()):
-                    raise ArgumentError(
-                        f"{name}={used.tolist()}: it must be at least 0 and at most the number of "
-                        f"rows per sequence, {room.tolist()}"
-                    )
+            check_optional(name, used, q, [(batch,)], (torch.int32,))
+
+
+def check_values(q: Tensor, k: Tensor, extras: Extras, words: Words = OURS) -> None:
+    """Lengths of checked shapes, where values may be read."""
+    starts = ("cu_seqlens_q", extras.cu_seqlens_q, q), ("cu_seqlens_k", extras.cu_seqlens_k, k)
+    for name, x, rows in starts:
+        if x is not None and knows_values(x):
+            check_starts(name, x, rows.shape[1], words=words, nheads=rows.shape[2])
+    for name in ("seqused_q", "seqused_k"):
+        used = getattr(extras, name)
+        if used is not None and knows_values(used):
+            starts = getattr(extras, name.replace("seqused", "cu_seqlens"))
+            room = torch.full_like(used, k.shape[1]) if starts is None else starts.diff()
+            if bool(((used < 0) | (used > room)).any()):
+                raise ArgumentError(
+                    f"{name}={used.tolist()}: it must be at least 0 and at most the number of "
+                    f"rows per sequence, {room.tolist()}"
+                )
 
 
 def check_order(captured: tuple[Tensor, ...]) -> None:
@@ -139,11 +137,7 @@ def check_bias(
         raise ArgumentError(
             f"{words.bias}.dtype is {bias.dtype}: it must be {words.bias_is_also}{dtypes}"
         )
-    if bias.device != q.device:
-        raise ArgumentError(
-            f"{words.bias} is on {bias.device} and {words.q} is on {q.device}: move them to one "
-            "device"
-        )
+    check_device(words.bias, bias, words.q, q)
 
 
 def _expanded(bias: Tensor, scores: tuple[int, ...]) -> str:
@@ -166,31 +160,28 @@ def check_packing(q: Tensor, k: Tensor, extras: Extras, words: Words = OURS) -> 
     if cu_q is None or cu_k is None:
         missing = "cu_seqlens_q" if cu_q is None else "cu_seqlens_k"
         raise ArgumentError(f"{missing} is missing: packed sequences need both")
-    for name, x, total in (("cu_seqlens_q", cu_q, q.shape[1]), ("cu_seqlens_k", cu_k, k.shape[1])):
+    for name, x in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
         if x.dim() != 1 or x.shape[0] < 1 or x.shape != cu_q.shape:
             raise ArgumentError(
                 f"{name} has shape {tuple(x.shape)}: cu_seqlens_q and cu_seqlens_k must both be "
                 "(batch + 1,)"
             )
-        _check_extra(name, x, q, [tuple(x.shape)], (torch.int32,))
-        if knows_values(x):
-            _check_starts(name, x, total, nheads=(q if x is cu_q else k).shape[2], words=words)
+        check_optional(name, x, q, [tuple(x.shape)], (torch.int32,))
     return cu_q.shape[0] - 1
 
 
-def _check_starts(name: str, starts: Tensor, total: int, *, nheads: int, words: Words) -> None:
+def check_starts(
+    name: str, starts: Tensor, total: int, rows: str = "rows", words: Words = OURS, nheads: int = -1
+) -> None:
+    """Where packed sequences begin; there may be more rows behind the last. With `nheads` rows the
+    dimensions may have another order.
+    """
     found = starts.tolist()
     if found[0] != 0 or found[-1] > total or any(a > b for a, b in itertools.pairwise(found)):
         raise ArgumentError(
             f"{name}={found}: it must begin with 0, never decrease, and end with at most the "
-            f"number of packed rows, {total}{f'; {words.order}' if found[-1] == nheads else ''}"
+            f"number of packed {rows}, {total}{f'; {words.order}' if found[-1] == nheads else ''}"
         )
-
-
-def has_values(extras: Extras) -> bool:
-    """Whether there are lengths, whose values the checks read."""
-    lengths = extras.seqused_k, extras.seqused_q, extras.cu_seqlens_q, extras.cu_seqlens_k
-    return any(x is not None and knows_values(x) for x in lengths)
 
 
 def knows_values(x: Tensor) -> bool:
@@ -228,24 +219,22 @@ def check_scores(
         )
 
 
-def _check_extra(
-    name: str, x: Tensor, q: Tensor, shapes: list[tuple], dtypes: tuple[torch.dtype, ...]
+def check_optional(
+    name: str,
+    x: Tensor,
+    q: Tensor,
+    shapes: Sequence[tuple],
+    dtypes: Sequence[torch.dtype],
+    count: str = "",
 ) -> None:
+    """Shape, dtype and device of an optional tensor; `count` says how many sequences there are."""
     if tuple(x.shape) not in shapes:
         raise ArgumentError(
-            f"{name} has shape {tuple(x.shape)}: with q of {q.shape[2]} heads and batch "
-            f"{q.shape[0]} it must be {_either(shapes)}"
+            f"{name} has shape {tuple(x.shape)}: with q of {q.shape[-2]} heads and "
+            f"{count or f'batch {q.shape[0]}'} it must be {_either(shapes)}"
         )
-    if x.dtype not in dtypes:
-        raise ArgumentError(
-            f"{name}.dtype is {x.dtype}: it must be "
-            f"{_either([str(d).removeprefix('torch.') for d in dtypes])}"
-        )
-    if x.device != q.device:
-        raise ArgumentError(
-            f"{name} is on {x.device} and q is on {q.device}: move them to one device"
-        )
+    check_kind(name, x, q, dtypes)
 
 
-def _either(choices: list) -> str:
+def _either(choices: Sequence) -> str:
     return " or ".join(dict.fromkeys(map(str, choices)))

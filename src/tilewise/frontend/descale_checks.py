@@ -6,7 +6,7 @@ import torch
 
 from ..errors import ArgumentError
 from ..tile.quantize import LIMITS, is_one_byte
-from .qkv import DTYPES, check_tensor
+from .qkv import DTYPES, check_kind, check_tensor
 
 Tensor = torch.Tensor
 KINDS = " or ".join(str(dtype).removeprefix("torch.") for dtype in LIMITS)
@@ -53,12 +53,7 @@ def check_descale(
         raise ArgumentError(
             f"{name} with {of} of {kept.dtype}: only caches of {KINDS} have scales, so leave it out"
         )
-    if x.dtype != torch.float32:
-        raise ArgumentError(f"{name}.dtype is {x.dtype}: it must be float32")
-    if x.device != kept.device:
-        raise ArgumentError(
-            f"{name} is on {x.device} and {of} is on {kept.device}: move them to one device"
-        )
+    check_kind(name, x, kept, (torch.float32,), of)
     nheads_k = kept.shape[2]
     ordered = x.transpose(1, 2) if layout == "bhsd" and x.dim() == 3 else x
     shapes = [(), (nheads_k,), kept.shape[:-1]]

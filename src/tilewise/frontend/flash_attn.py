@@ -228,9 +228,10 @@ def flash_attn_varlen_func(
     has_more = not (block_table is q_descale is k_descale is v_descale is out_dtype is None)
     if not has_more and is_plain(dropout_p, attention_chunk):
         plain = "flash_attn_varlen", softmax_scale, *bounds, *flags
-        entry, _ = find((q, k, v, *score_args, *lengths), plain, window_size)
+        tensors = q, k, v, *score_args, *lengths
+        entry, _ = find(tensors, plain, window_size, checks_values=True)
         if entry is not None and entry.call is not None:
-            out, lse = launch(entry.call, *inputs, (*score_args, *lengths), "bshd")
+            out, lse = launch(entry.call, *inputs, tensors[3:], "bshd", WORDS)
             return (out, lse, None) if return_attn_probs else (out, lse) if return_lse else out
     check_bounds(max_seqlen_q, max_seqlen_k)
     _check_hints(num_splits, pack_gqa)

@@ -13,9 +13,9 @@ from ..kernels.common.quantized import Quantized, Scales
 from ..ops import fp8 as ops
 from ..ops.attention import needs_dispatcher
 from ..ops.calls import find
-from ..problem import Extras, Scalars
+from ..problem import Call, Extras, Scalars
 from ..tile.quantize import is_one_byte
-from .checks import check_extras
+from .checks import check_extras, check_values
 from .fp8_checks import (
     check_backward,
     check_out_dtype,
@@ -99,8 +99,9 @@ def attend(
     causal, scale, window, softcap = given.numbers
     plain = "fp8", is_quantized, causal, scale, softcap, given.layout, given.backward
     plain = *plain, given.backend, str(given.out_dtype), as_bound(given.max_seqlen_q)
-    entry, _ = find((*inputs, *given.score_args, *given.lengths), plain, window)
-    checked = None if entry is None else entry.fp8
+    tensors = *inputs, *given.score_args, *given.lengths
+    entry, _ = find(tensors, plain, window, checks_values=True)
+    checked = None if entry is None else entry.call
     is_packed = given.lengths[2] is not None or given.lengths[3] is not None
     if is_quantized:
         x = _as_batch(q, is_packed, given.layout)
@@ -112,7 +113,9 @@ def attend(
     if checked is None:
         checked = check(x, is_quantized, extras, given)
         if entry is not None:
-            entry.fp8 = checked
+            entry.call = checked
+    if checked.has_extras and (entry is None or x.q.is_cpu):
+        check_values(x.q, x.k, extras, given.words)
     out, lse = ops.attention(checked, x, extras, wants_lse)
     if is_packed:
         out, lse = out.squeeze(0), lse.squeeze(0)
@@ -172,7 +175,7 @@ def _as_batch(x: Quantized, is_packed: bool, layout: str) -> Quantized:
     return x._replace(q=x.q.unsqueeze(0), k=x.k.unsqueeze(0), v_t=x.v_t.unsqueeze(0))
 
 
-def check(x: Quantized, is_quantized: bool, extras: Extras, given: Arguments) -> ops.CallFp8:
+def check(x: Quantized, is_quantized: bool, extras: Extras, given: Arguments) -> Call:
     """The call of 4-dimensional tensors."""
     dispatch.check_backend(given.backend)
     check_layout(given.layout)
@@ -194,5 +197,6 @@ def check(x: Quantized, is_quantized: bool, extras: Extras, given: Arguments) ->
     headdim_v = x.v_t.shape[2 if is_quantized else 3]
     flags = align, extras.cu_seqlens_q is not None and is_long(given.max_seqlen_q)
     problem = ops.problem_of(x.q, x.k, headdim_v, extras, scalars, flags)
-    how = out_dtype, is_quantized, given.backend, needs_grad
-    return ops.CallFp8(problem, scalars, *how)
+    checked = Call(problem, scalars, given.backend, needs_grad)
+    checked.out_dtype, checked.is_transposed = out_dtype, is_quantized
+    return checked

@@ -11,7 +11,7 @@ from ..errors import OURS, ArgumentError, Words
 from ..kernels.common.quantized import FP8, Quantized, columns_of, packed_columns
 from ..tile.quantize import is_one_byte
 from .checks import knows_values
-from .qkv import check_tensor, check_tensors
+from .qkv import check_kind, check_tensor, check_tensors
 
 Tensor = torch.Tensor
 OUT_DTYPES = torch.bfloat16, torch.float16, torch.float32
@@ -91,12 +91,7 @@ def descale(name: str, x: Tensor, k: Tensor, batch: int) -> Tensor:
             f"{(batch, nheads_k)}, one number, one per key head, or one per sequence and key "
             "head, for q, too"
         )
-    if x.dtype != torch.float32:
-        raise ArgumentError(f"{name}.dtype is {x.dtype}: it must be float32")
-    if x.device != k.device:
-        raise ArgumentError(
-            f"{name} is on {x.device} and k is on {k.device}: move them to one device"
-        )
+    check_kind(name, x, k, (torch.float32,), "k")
     return x.expand(batch, nheads_k).contiguous()
 
 

@@ -19,7 +19,7 @@ from ..ops.calls import Entry, find
 from ..tile import split_kv
 from ..tile.paging import batch_of
 from . import invariance
-from .cache_checks import check_cached, check_kind, check_reach, last_read, refuse_beside_cache
+from .cache_checks import check_cached, check_reach, last_read, refuse_beside_cache
 from .call import attend_cached, launch_step
 from .checks import knows_values
 from .chunks import check_chunk, chunk_band
@@ -30,7 +30,7 @@ from .new_keys import (
     check_rotation,
     without_padding,
 )
-from .qkv import check_tensor, with_contiguous_rows
+from .qkv import check_kind, check_tensor, with_contiguous_rows
 from .scalars import Window, as_int, band, check_flag
 
 Tensor = torch.Tensor
@@ -144,9 +144,11 @@ def flash_attn_with_kvcache(
             words = "flash_attn_with_kvcache and new keys", rotary_interleaved, *words[1:]
         is_plain = qv is q_descale is None and type(attention_chunk) is int
         if is_plain and has_kernels and (has_new or not is_moved):
-            entry, addresses = find(tensors, words, window_size)
-        if entry is not None and entry.step is not None:
-            known = launch_step(entry.step, tensors, addresses, return_softmax_lse)
+            entry, addresses = find(tensors, words, window_size, checks_values=not has_new)
+        if entry is not None and entry.call is not None:
+            names = "cache_seqlens", "block_table" if page_table is None else "page_table"
+            options: Any = dict(has_lse=return_softmax_lse, names=names)
+            known = launch_step(entry.call, tensors, addresses, **options)
             if known is not None:
                 return known if return_softmax_lse else known[0]
     for name, x in (("qv", qv), ("q_descale", q_descale)):
@@ -225,8 +227,8 @@ def flash_attn_with_kvcache(
     cache_of = q, k_cache, v_cache, place, used, cu_seqlens_q
     outer = None if has_new or chunk else entry
     found, lse = _attend(cache_of, score_args, numbers, out, inner or outer, tuple(descales))
-    if entry is not None and keep is not None and inner is not None and inner.step is not None:
-        entry.step = keep(inner.step)
+    if entry is not None and keep is not None and inner is not None and inner.call is not None:
+        entry.call = keep(inner.call)
     return (found, lse) if check_flag("return_softmax_lse", return_softmax_lse) else found
 
 
@@ -346,9 +348,9 @@ def _attend(
     addresses = None
     if mask_mod is None and entry is None:
         words = "cache", causal, scale, softcap, split_size, invariance.is_on
-        entry, addresses = find(tensors, words, window)
-    if entry is not None and entry.step is not None:
-        known = launch_step(entry.step, tensors, addresses, True)
+        entry, addresses = find(tensors, words, window, checks_values=True)
+    if entry is not None and entry.call is not None:
+        known = launch_step(entry.call, tensors, addresses, True)
         if known is not None:
             return known
     cached = check_cached(*cache[:4], cache[4:], score_args, numbers, "bshd", descales)

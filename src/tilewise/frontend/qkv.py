@@ -7,7 +7,7 @@ shapes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -40,10 +40,7 @@ def check_tensors(
                 f"{name}.dtype is {x.dtype} and {words.q}.dtype is {q.dtype}: cast them to "
                 "one dtype"
             )
-        if x.device != q.device:
-            raise ArgumentError(
-                f"{name} is on {x.device} and {words.q} is on {q.device}: move them to one device"
-            )
+        check_device(name, x, words.q, q)
         if x.shape[0] != q.shape[0]:
             raise ArgumentError(
                 f"{name} has batch {x.shape[0]} and {words.q} has batch {q.shape[0]} ({shapes}): "
@@ -178,6 +175,27 @@ def check_tensor(name: str, x: Tensor) -> None:
             f"{name} is a nested tensor: call tilewise.attention with packed sequences, (total, "
             "nheads, headdim), which values() of a jagged tensor returns, and their offsets as "
             "cu_seqlens_q and cu_seqlens_k"
+        )
+
+
+def check_kind(
+    name: str, x: Tensor, q: Tensor, dtypes: Sequence[torch.dtype], of: str = "q"
+) -> None:
+    """A tensor has one of some dtypes, and is on the device of `of`."""
+    if x.dtype not in dtypes:
+        kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ArgumentError(f"{name}.dtype is {x.dtype}: it must be {kinds}")
+    if x.device != q.device:
+        check_device(name, x, of, q)
+
+
+def check_device(
+    name: str, x: Tensor, of: str, q: Tensor, remark: str = "", verb: str = " is"
+) -> None:
+    """Two tensors are on one device."""
+    if x.device != q.device:
+        raise ArgumentError(
+            f"{name}{verb} on {x.device} and {of} is on {q.device}: move them to one device{remark}"
         )
 
 

@@ -16,7 +16,7 @@ from ..ops.calls import find
 from ..problem import Extras
 from ..tile.rotary import Rotary
 from .append_checks import check_rotary
-from .checks import check_extras, knows_values
+from .checks import check_extras, check_values, knows_values
 from .fp8_checks import check_signs, descale
 from .qkv import check_tensors, in_order
 from .scalars import check_flag, check_layout
@@ -103,17 +103,19 @@ def quantize(
     entry = None
     if (scales is None or is_three) and (rotary is None or rotary is turning):
         entry, _ = find((q, k, v, *given, *lengths, *turning[:2]), words)
-    call = None if entry is None else entry.quantize
+    call = None if entry is None else entry.call
     if call is None:
         call = ops.CallQuantize(_steps(rotate, smooth))
         check_layout(layout)
         q, k, v = in_order(q, k, v, layout, is_packed)
         check_tensors(q, k, v)
-        check_extras(q, k, Extras(None, None, seqused_k, seqused_q, cu_seqlens_q, cu_seqlens_k))
+        extras = Extras(None, None, seqused_k, seqused_q, cu_seqlens_q, cu_seqlens_k)
+        check_extras(q, k, extras)
+        check_values(q, k, extras)
         if rotary is not None:
             rotary = _tables(rotary, k, lengths)
         if entry is not None:
-            entry.quantize = call
+            entry.call = call
     else:
         q, k, v = in_order(q, k, v, layout, is_packed)
     sequences = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import ArgumentError, Words, warn_slow
-from ..frontend.checks import Checked, check
+from ..frontend.checks import check, check_values
 from ..frontend.kv_cache import varlen_of_pages
 from ..ops import attention as ops
 from ..ops.schema import INPUTS
@@ -61,8 +61,8 @@ def attend(arguments: FlashArguments) -> tuple[Tensor, Tensor]:
     if arguments.block_table is not None:
         return _attend_pages(arguments)
     q, k, v = _in_batch(arguments.cum_seq_q is not None, *arguments[:INPUTS])
-    problem, extras, scalars = _checked(arguments, q, k, v)
-    call = ops.known_call(Call(problem, scalars), (q, k, v, *extras.tensors))
+    extras = _extras(arguments)
+    call = ops.known_call(_checked(arguments, q, k, v, extras), (q, k, v, *extras.tensors))
     out, lse = ops.run_forward(call, q, k, v, extras)
     if arguments.cum_seq_q is not None:
         return out.squeeze(0), lse.squeeze(0)
@@ -89,8 +89,8 @@ def differentiate(saved: Saved, arguments: FlashArguments) -> tuple[Tensor, Tens
     is_packed = arguments.cum_seq_q is not None
     given = saved.dout, saved.q, saved.k, saved.v, saved.out
     dout, q, k, v, out = _in_batch(is_packed, *given)
-    problem, extras, scalars = _checked(arguments, q, k, v)
-    call = ops.known_call(Call(problem, scalars), (q, k, v, *extras.tensors))
+    extras = _extras(arguments)
+    call = ops.known_call(_checked(arguments, q, k, v, extras), (q, k, v, *extras.tensors))
     lse = saved.lse.contiguous()
     lse = lse.unsqueeze(0) if is_packed else lse
     grads = ops.run_backward(call, Saved(dout, None, q, k, v, out, lse), extras)
@@ -132,21 +132,26 @@ def _rows(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
 
 
-def _checked(arguments: FlashArguments, q: Tensor, k: Tensor, v: Tensor) -> Checked:
-    """torch's call as one of ours: causal is bottom-right, and closes a window to the right."""
-    left, right = (
-        OPEN if side is None or side < 0 else side
-        for side in (arguments.window_size_left, arguments.window_size_right)
-    )
-    extras = Extras(
+def _extras(arguments: FlashArguments) -> Extras:
+    return Extras(
         arguments.alibi_slopes,
         seqused_k=arguments.seqused_k,
         cu_seqlens_q=arguments.cum_seq_q,
         cu_seqlens_k=arguments.cum_seq_k,
     )
+
+
+def _checked(arguments: FlashArguments, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> Call:
+    """torch's call as one of ours: causal is bottom-right, and closes a window to the right."""
+    left, right = (
+        OPEN if side is None or side < 0 else side
+        for side in (arguments.window_size_left, arguments.window_size_right)
+    )
     with torch.no_grad():
-        return check(
-            *(q, k, v),
+        call = check(
+            q,
+            k,
+            v,
             extras=extras,
             numbers=(arguments.scale, None),
             align="bottom_right",
@@ -155,6 +160,8 @@ def _checked(arguments: FlashArguments, q: Tensor, k: Tensor, v: Tensor) -> Chec
             is_long=arguments.cum_seq_q is not None and arguments.max_q > LONG_SEQLEN,
             words=WORDS,
         )
+    check_values(q, k, extras, WORDS)
+    return call
 
 
 # the operators, as torch calls them

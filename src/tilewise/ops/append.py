@@ -61,7 +61,7 @@ def _run_append(new: Append, entry: Entry | None = None) -> None:
         return
     step = importlib.import_module(PORTABLE).append(new, entry is not None)
     if entry is not None:
-        entry.step = step
+        entry.call = step
 
 
 def prepare(call: AppendedCall, is_kept: bool) -> tuple[Any, Any]:

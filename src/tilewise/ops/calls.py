@@ -19,7 +19,6 @@ from torch.autograd import forward_ad
 
 from ..emulation import cpu_modes
 from ..kernels.common.alignment import ALIGNMENT
-from ..problem import Call
 from .guards import known_guards, remember
 
 Tensor = torch.Tensor
@@ -38,17 +37,14 @@ _CHECK = _encode("TILEWISE_CHECK") if _environment is not os.environ else "TILEW
 
 
 class Entry:
-    """The cache entry of a signature: the checked call, that with FP8 products, that which
-    quantises, or, with a KV cache, the function `step(tensors)` that launches one.
+    """The cache entry of a signature: a checked call, or what launches a decode step or an append
+    again. The key, which begins with a function's name, says which.
     """
 
-    __slots__ = ("__weakref__", "call", "fp8", "quantize", "step")
+    __slots__ = ("__weakref__", "call")
 
     def __init__(self) -> None:
-        self.call: Call | None = None
-        self.fp8: Any = None
-        self.quantize: Any = None
-        self.step: Any = None
+        self.call: Any = None
 
 
 @functools.lru_cache(maxsize=MAX_ENTRIES)
@@ -57,12 +53,13 @@ def _entry(*signature: Hashable) -> Entry:
 
 
 def find(
-    tensors: Sequence[Any], words: tuple[Any, ...], window: Any = None
+    tensors: Sequence[Any], words: tuple[Any, ...], window: Any = None, checks_values: bool = False
 ) -> tuple[Entry | None, list[int] | None]:
     """The entry of a call's arguments, q, k and v first among its tensors, and, where they were
     read for that, the addresses of those that are not None. `words` are as many in every call of a
-    function, which is the first of them. No entry where values are read, autocast is on, a number
-    may change, or the call needs the dispatcher.
+    function, which is the first of them. No entry where autocast is on, a number may change, the
+    call needs the dispatcher, or lengths on a CPU are to be read, unless the caller `checks_values`
+    of a call that is found.
     """
     if (
         torch.compiler.is_compiling()
@@ -97,7 +94,7 @@ def find(
         if x is not None:
             if type(x) not in PLAIN_TENSORS or x.is_neg():
                 return NOT_FOUND
-            if x.dtype is torch.int32 and is_read(x):
+            if not checks_values and x.dtype is torch.int32 and is_read(x):
                 return NOT_FOUND
     q = tensors[0]
     if q is None:

@@ -38,31 +38,6 @@ LIBRARY.define(
 INPUTS = 8  # q, k, v, their scales, v_mean and v_drift
 
 
-class CallFp8:
-    """A checked call, and how calls of its signature are launched: its first says that."""
-
-    __slots__ = (
-        *("backend", "forward", "is_transposed", "needs_grad", "out_dtype", "problem", "scalars"),
-    )
-
-    def __init__(
-        self,
-        problem: Problem,
-        scalars: Scalars,
-        out_dtype: torch.dtype,
-        is_transposed: bool,
-        backend: str | None = None,
-        needs_grad: bool = False,
-    ) -> None:
-        self.problem = problem
-        self.scalars = scalars
-        self.out_dtype = out_dtype
-        self.is_transposed = is_transposed  # whether v is V^T
-        self.backend = backend  # the name of one to force
-        self.needs_grad = needs_grad
-        self.forward: Forward | None = None
-
-
 class Inputs(NamedTuple):
     """What an operator takes of a `Quantized`; v is V^T, or as the caller has it."""
 
@@ -76,9 +51,7 @@ class Inputs(NamedTuple):
     v_drift: Tensor | None
 
 
-def attention(
-    call: CallFp8, x: Quantized, extras: Extras, wants_lse: bool
-) -> tuple[Tensor, Tensor]:
+def attention(call: Call, x: Quantized, extras: Extras, wants_lse: bool) -> tuple[Tensor, Tensor]:
     """`out` and `lse` of a checked call of 4-dimensional tensors; `v_t` may be v. `lse` is that of
     k with its mean where it is wanted or differentiated.
     """
@@ -94,7 +67,7 @@ def attention(
     return _attend(call, x, extras, wants_lse)
 
 
-def _attend(call: CallFp8, x: Quantized, extras: Extras, wants_lse: bool) -> tuple[Tensor, Tensor]:
+def _attend(call: Call, x: Quantized, extras: Extras, wants_lse: bool) -> tuple[Tensor, Tensor]:
     inputs = Inputs(x.q, x.k, x.v_t, *x.scales, x.v_mean, x.v_drift)
     if needs_dispatcher(*inputs, *extras.tensors):
         register_late()
@@ -115,7 +88,7 @@ def raised(lse: Tensor, x: Quantized, mean: Tensor, scale: float, extras: Extras
     return torch.where(lse == -torch.inf, lse, lse + scale * shift)  # unused rows may be NaN
 
 
-def _run(call: CallFp8, inputs: Inputs, extras: Extras) -> tuple[Tensor, Tensor]:
+def _run(call: Call, inputs: Inputs, extras: Extras) -> tuple[Tensor, Tensor]:
     refuse_shards()
     if inputs.q.is_meta:
         return _empty(call.problem, call.out_dtype, inputs.q)
@@ -124,14 +97,15 @@ def _run(call: CallFp8, inputs: Inputs, extras: Extras) -> tuple[Tensor, Tensor]
         inputs, extras = Inputs(*resolved(inputs)), extras_of(*resolved(extras.tensors))
         check_elements((*zip(Inputs._fields, inputs), *zip(Extras._fields, extras.optional)))
         forward = call.forward = forward_of(call, inputs, extras)
-    # Kernels count scales and means by sequence and head; those of a cut `Quantized` lie apart
-    scales = Scales(*map(_contiguous, (inputs.q_scale, inputs.k_scale, inputs.v_scale)))
-    mean = None if inputs.v_mean is None else _contiguous(inputs.v_mean)
+    # Kernels count scales and means by sequence and head; those of a cut `Quantized` lie apart.
+    # x.contiguous() takes three times as long where x is contiguous
+    numbers: Any = [x if x is None or x.is_contiguous() else x.contiguous() for x in inputs[3:7]]
+    scales, mean = Scales._make(numbers[:3]), numbers[3]
     quantized = Quantized(inputs.q, inputs.k, inputs.v, scales, None, mean, inputs.v_drift)
     return forward(quantized, extras)
 
 
-def forward_of(call: CallFp8, inputs: Inputs, extras: Extras) -> Forward:
+def forward_of(call: Call, inputs: Inputs, extras: Extras) -> Forward:
     """The forward of calls of one signature, whose v is V^T or not."""
     problem, q, v = call.problem, inputs.q, inputs.v
     chosen = dispatch.choose_fp8(problem, v.device, call.out_dtype, call.backend)
@@ -145,7 +119,7 @@ def forward_of(call: CallFp8, inputs: Inputs, extras: Extras) -> Forward:
     return Transposed(prepare(), quantizer_for(v).prepare_transposed())
 
 
-def padding_out(call: CallFp8, given: Quantized, extras: Extras) -> tuple[Tensor, Tensor]:
+def padding_out(call: Call, given: Quantized, extras: Extras) -> tuple[Tensor, Tensor]:
     """The forward of rows of no sequence alone."""
     out, lse = _empty(call.problem, call.out_dtype, given.q)
     fill_padding(out, lse)
@@ -163,11 +137,6 @@ class Transposed(NamedTuple):
         return self.forward(given._replace(v_t=v_t), extras)
 
 
-def _contiguous(x: Tensor) -> Tensor:
-    """x.contiguous(), which takes three times as long where x is contiguous."""
-    return x if x.is_contiguous() else x.contiguous()
-
-
 def _empty(problem: Problem, out_dtype: torch.dtype, q: Tensor) -> tuple[Tensor, Tensor]:
     batch, seqlen_q, nheads, _ = q.shape
     out = q.new_empty(batch, seqlen_q, nheads, problem.headdim_v, dtype=out_dtype)
@@ -177,7 +146,7 @@ def _empty(problem: Problem, out_dtype: torch.dtype, q: Tensor) -> tuple[Tensor,
 # the operator
 
 
-def _arguments(call: CallFp8, inputs: Inputs, extras: Extras) -> tuple:
+def _arguments(call: Call, inputs: Inputs, extras: Extras) -> tuple:
     scalars, problem = call.scalars, call.problem
     tensors = extras.alibi_slopes, extras.sinks, extras.seqused_k, extras.seqused_q
     return (
@@ -198,7 +167,7 @@ def problem_of(
     return problem._replace(headdim_v=headdim_v)
 
 
-def _parsed(args: tuple) -> tuple[CallFp8, Inputs, Extras]:
+def _parsed(args: tuple) -> tuple[Call, Inputs, Extras]:
     """The inverse of `_arguments`."""
     inputs, tensors = Inputs(*args[:INPUTS]), args[INPUTS : INPUTS + 6]
     is_transposed, *numbers, align, is_long, out_dtype, backend = args[INPUTS + 6 :]
@@ -206,14 +175,16 @@ def _parsed(args: tuple) -> tuple[CallFp8, Inputs, Extras]:
     extras, scalars = Extras(*tensors), Scalars(*numbers)
     headdim_v = inputs.v.shape[2 if is_transposed else 3]
     problem = problem_of(inputs.q, inputs.k, headdim_v, extras, scalars, (align, is_long))
-    return CallFp8(problem, scalars, out_dtype, is_transposed, backend), inputs, extras
+    call = Call(problem, scalars, backend)
+    call.out_dtype, call.is_transposed = out_dtype, is_transposed
+    return call, inputs, extras
 
 
 def _kernel(*args):
     return _run(*_known(args))
 
 
-def _known(args: tuple) -> tuple[CallFp8, Inputs, Extras]:
+def _known(args: tuple) -> tuple[Call, Inputs, Extras]:
     """`_parsed` with a call that is cached by signature, for compiled graphs, which do not pass
     through `frontend.fp8.attend`.
     """
@@ -221,9 +192,9 @@ def _known(args: tuple) -> tuple[CallFp8, Inputs, Extras]:
     entry = None if needs_dispatcher(*tensors) else entry_of(tensors, "fp8", *flags)
     if entry is None:
         return _parsed(args)
-    if entry.fp8 is None:
-        entry.fp8 = _parsed(args)[0]
-    return entry.fp8, Inputs(*tensors[:INPUTS]), Extras(*tensors[INPUTS:])
+    if entry.call is None:
+        entry.call = _parsed(args)[0]
+    return entry.call, Inputs(*tensors[:INPUTS]), Extras(*tensors[INPUTS:])
 
 
 def _fake(*args):
@@ -261,7 +232,7 @@ class _StraightThrough(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, call: CallFp8, x: Quantized, extras: Extras, *tensors: Any):
+    def forward(ctx: Any, call: Call, x: Quantized, extras: Extras, *tensors: Any):
         out, lse = _attend(call, x, extras, True)
         kept = *x[:3], *x.scales, x.k_mean, x.v_mean
         is_rotated, rotary = (False, None) if x.source is None else x.source[3:]
@@ -295,7 +266,7 @@ class _Gradients(Once):
 
 
 def _differentiated(
-    call: CallFp8, given: Given, dout: Tensor | None, dlse: Tensor | None, *saved: Any
+    call: Call, given: Given, dout: Tensor | None, dlse: Tensor | None, *saved: Any
 ) -> tuple[Tensor, ...]:
     """The gradients of q, k and v, and of sinks where there are any."""
     out, lse, q, k, v_t, *rest = saved

@@ -4,13 +4,15 @@ functorch transforms go straight to the backend, as in `attention`.
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor, peek_interpreter_stack
 from torch.autograd import forward_ad
 
 from .. import dispatch
 from ..kernels.common.alignment import ALIGNMENT, check_elements
-from ..kernels.common.cached import Cached, lse_shape
+from ..kernels.common.cached import OUT, Cached, lse_shape
 from ..kernels.common.outputs import fill_padding, has_no_sequence
 from ..kernels.common.shared_memory import check_apart, check_written
 from ..mods.flatten import check_captured
@@ -141,8 +143,27 @@ def _run(cached: Cached, out: Tensor | None) -> tuple[Tensor, Tensor]:
         return fresh, lse
     step = backend.forward(cached, fresh, lse)
     if cached.entry is not None:
-        cached.entry.step = step
+        is_repeated = step is None and cached.q.is_cpu
+        cached.entry.call = Repeated(cached, backend) if is_repeated else step
     return fresh, lse
+
+
+class Repeated:
+    """A checked call on a CPU, where backends keep no step: its numbers, and its backend."""
+
+    def __init__(self, cached: Cached, backend: ModuleType) -> None:
+        self.plain = cached.of_tensors((None,) * OUT)._replace(entry=None)
+        self.of_tensors = self.plain.of_tensors
+        self.backend = backend
+
+    def __call__(self, cached: Cached, out: Tensor | None) -> tuple[Tensor, Tensor]:
+        """`out` and `lse` of a call that `of_tensors` has made."""
+        fresh, lse = _empty(cached, out)
+        if out is not None:
+            check_written("out", out)
+            check_apart(("out", *READ_NAMES), (out, *cached.tensors), 1)
+        self.backend.forward(cached, fresh, lse)
+        return fresh, lse
 
 
 # Of `Cached.tensors`

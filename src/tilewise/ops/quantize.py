@@ -110,7 +110,7 @@ def _kernel(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     check_devices(OPERANDS, tensors)
     entry = None if needs_dispatcher(*tensors) else entry_of(tensors, "quantize", *rest[9:])
     if entry is not None:
-        call = entry.quantize = entry.quantize or call
+        call = entry.call = entry.call or call
     found = _run(call, q, k, v, scales, of, rotary)
     # What is given or left out is not returned: an output may neither alias an input nor be None
     of_data = (x if given is None else None for given, x in zip(scales, found.scales))

@@ -118,7 +118,7 @@ def attention(
             settings = causal, scale, softcap, deterministic, backend, method, bitwise, order
             tensors = q, k, v, alibi_slopes, sinks
             entry = known_calls.entry_of_call(layout, tensors, (*settings, dropout_p), window)
-        if entry is not None and entry.step is not None:
+        if entry is not None and entry.call is not None:
             arena = arena_for(layout, q.device)
             known_call = known_calls.known_call(entry, layout, arena)
             if known_call is not None:

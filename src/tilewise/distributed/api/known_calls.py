@@ -48,7 +48,7 @@ def entry_of_call(
 
 def known_call(entry: Entry | None, layout: Layout, arena: Arena | None) -> KnownCall | None:
     """What an entry has, if it was found with the same layout and memory."""
-    step: Any = None if entry is None else entry.step
+    step: Any = None if entry is None else entry.call
     is_same = step is not None and step.spec.layout is layout and step.arena() is arena
     return step if is_same else None
 
@@ -59,8 +59,8 @@ def keep(entry: Entry | None, arena: Arena | None, spec: CallSpec, method: str) 
         return spec
     spec = spec._replace(found=Found())
     known: Any = KnownCall(arena, spec, method)
-    entry.step = known
+    entry.call = known
     _kept.append(entry)
     if len(_kept) > MOST:
-        _kept.popleft().step = None
+        _kept.popleft().call = None
     return spec

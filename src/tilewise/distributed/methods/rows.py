@@ -26,7 +26,6 @@ from ...problem import (
     OPEN,
     WIDEST_EXACT,
     Between,
-    Call,
     Extras,
     Grads,
     Saved,
@@ -271,8 +270,10 @@ def gradients_of(
     sinks = None if spec.sinks is None else spec.sinks.to(saved.lse.dtype)
     extras = Extras(spec.alibi_slopes, sinks) if extras is None else extras
     q, k, v = saved.q, saved.k, saved.v
-    checked = check(
-        *(q, k, v),
+    known = check(
+        q,
+        k,
+        v,
         extras=extras,
         numbers=(spec.scale, spec.softcap),
         align=align,
@@ -282,10 +283,9 @@ def gradients_of(
         mods=spec.modifiers.mods,
         is_long=is_long,
     )
-    problem = checked.problem
+    known.backend, problem = spec.backend, known.problem
     if not rounds and q.dtype.itemsize == 2 and max(q.shape[3], v.shape[3]) <= WIDEST_EXACT:
-        problem = problem._replace(has_fp32_key_grads=True)
-    known = Call(problem, checked.scalars, spec.backend)
+        known.problem = problem._replace(has_fp32_key_grads=True)
     known = ops.known_call(known, (q, k, v, *extras.tensors))
     return ops.run_backward(known, saved, extras, between)
 

@@ -14,7 +14,7 @@ import torch
 from ...frontend.checks import check
 from ...mods.flatten import NO_MODIFIERS, modifiers_by
 from ...ops import attention as ops
-from ...problem import OPEN, Call, Extras, Saved
+from ...problem import OPEN, Extras, Saved
 from .call import attend, by_query
 
 Tensor = torch.Tensor
@@ -120,8 +120,10 @@ def gradients(
     if mask is not None and mask.dtype == torch.bool:
         bias, modifiers = None, modifiers_by(mask)
     extras = Extras(bias=bias, captured=modifiers.captured)
-    checked = check(
-        *(q, k, v),
+    call = check(
+        q,
+        k,
+        v,
         extras=extras,
         numbers=(scale, None),
         align="bottom_right",
@@ -129,7 +131,6 @@ def gradients(
         deterministic=torch.are_deterministic_algorithms_enabled(),
         mods=modifiers.mods,
     )
-    call = Call(checked.problem, checked.scalars)
     call = ops.known_call(call, (q, k, v, *extras.tensors))
     dout, out = (x.to(q.dtype).contiguous() for x in (dout, out))
     return ops.gradients(call, Saved(dout, None, q, k, v, out, lse.contiguous()), extras)

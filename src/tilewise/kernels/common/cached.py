@@ -58,7 +58,11 @@ class Cached(NamedTuple):
         is_traced = torch.compiler.is_compiling()  # which knows no `is_neg`
         if is_traced or not any(x is not None and x.is_neg() for x in self.tensors):
             return self
-        q, k, v, table, used, starts, slopes, sinks, *descales = map(_resolved, self.tensors)
+        return self.of_tensors([_resolved(x) for x in self.tensors])
+
+    def of_tensors(self, tensors: Sequence[Any]) -> Cached:
+        """A copy with these `tensors`."""
+        q, k, v, table, used, starts, slopes, sinks, *descales = tensors
         extras = self.extras._replace(seqused_k=used, cu_seqlens_q=starts)
         return self._replace(
             q=q,
