@@ -10,25 +10,25 @@ from helpers.counters import count
 AT_LEAST = {"arguments by keyword, percent": 6.8}
 AT_MOST = {
     # Sizes
-    "lines": 48_075,
+    "lines": 48_080,
     "files that name softcap": 56,
     "files that name sinks": 63,
     "files attention() imports": 66,
-    "lines attention() imports": 10_800,
+    "lines attention() imports": 10_780,
     # One record, one dispatcher, one file of checks, one way to launch
     "records per 1,000 lines, host": 4.0,
     "records per 1,000 lines, device": 8.0,
-    "records built at one place, host": 30,
+    "records built at one place, host": 29,
     "records built at one place, device": 76,
     "launching classes": 17,
     "dispatchers": 1,
     "check files": 8,
     # Plain English
     "calls with *x per 1,000 lines": 13.2,
-    "calls with a tuple's *": 55,
+    "calls with a tuple's *": 51,
     "vague locals": 729,
     "docstrings without a subject": 0,
-    "files over 300 lines": 27,
+    "files over 300 lines": 25,
     "functions over 120 lines": 1,
 }
 
