@@ -28,13 +28,13 @@ READY :=
 DOCS_READY :=
 endif
 
-RUN := PYTHONPATH=src $(PYTHON)
+RUN := PYTHONPATH=src:. $(PYTHON)
 PYTEST := $(RUN) -m pytest
 # Whose hashes of machine code are rewritten
 BUILDS ?= tests/compile -n $(JOBS)
 # What `make bench-all` runs, one command a line; rows go to $(RESULTS).
 RESULTS ?= .out/mine.jsonl
-BENCH_COMMAND := $(RUN) -m tilewise.cli bench
+BENCH_COMMAND := $(RUN) -m benchmarks bench
 BENCH = $(BENCH_COMMAND) --save $(RESULTS)
 LENGTHS := --seqlen 512,1k,2k,4k,8k,16k
 # Decodes, their pages, queries and lengths, chunks, both in one call, and caches of 8 bits
@@ -83,7 +83,7 @@ machine-code: $(READY)  ## rewrite the hashes of what tests/compile builds, and 
 	PYTHONPATH=src:tests $(PYTHON) -m helpers.machine_code $(BUILDS)
 
 demo: $(READY)  ## a real model computes with tilewise
-	$(RUN) -m tilewise.cli demo
+	$(RUN) -m examples.demo
 
 docs: $(DOCS_READY)  ## the site, in docs/_build/html, with notebooks; the tour runs for it
 	$(RUN) -m sphinx -W --keep-going -b html docs docs/_build/html
@@ -108,7 +108,7 @@ bench-all: $(READY)  ## every figure of README and docs, on a GPU; rows go to $$
 		$(RUN) -m benchmarks $$what --save $(RESULTS) || exit 1; done
 	for lesson in tour/[0-9]*.py; do \
 		TILEWISE_NCU=1 TILEWISE_RECORD=$(RESULTS) $(RUN) $$lesson || exit 1; done
-	$(RUN) benchmarks/cpu.py --save $(RESULTS)
+	$(RUN) -m benchmarks.cpu --save $(RESULTS)
 
 report: $(READY)  ## those rows as a page, report/index.html; without any, the ones of benchmarks/results
 	$(RUN) -m benchmarks report $(wildcard $(RESULTS))

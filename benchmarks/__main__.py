@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: experiments, and what is made of the rows they save.
+"""`python -m benchmarks`: attention and its peers, experiments, and what is made of their rows.
 
 PYTHONPATH=src python -m benchmarks --help    # at the root of a clone
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import click
 
 from .account import io
+from .bench.commands import bench
 from .blocks import blocks
 from .cold import cold
 from .compare import compare
@@ -23,11 +24,11 @@ EXPERIMENTS = [memory, io, speedup, blocks, host, cold, matmul]
 
 
 @click.group(
-    commands=[*EXPERIMENTS, compare, report, figures, trace, schedule],
+    commands=[bench, *EXPERIMENTS, compare, report, figures, trace, schedule],
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 def main() -> None:
-    """Experiments on tilewise, beside `tilewise bench`, and what is made of the rows they save.
+    """Measure attention and its peers, run experiments, and report on the rows they save.
 
     Exit codes: 0 ok, 1 a check failed, 2 wrong usage, 3 no GPU where one is needed.
     """

@@ -13,20 +13,21 @@ import click
 import torch
 
 from tilewise import dispatch
-from tilewise.bench.call import call_of
-from tilewise.bench.explain import MATMULS
-from tilewise.bench.launches import launches_of
-from tilewise.bench.providers import provider
-from tilewise.bench.run import Outcome, Run, run_entries
-from tilewise.bench.shapes import SUITES, Shape
-from tilewise.bench.traffic import PASSES, moved
-from tilewise.cli.bench.options import print_rows, round_options
 from tilewise.cli.options import DTYPES, OneInt, pass_option, together
 from tilewise.cli.picture import Axes
 from tilewise.cli.tables import console, digits, table
+from tilewise.explain.call import call_of
+from tilewise.explain.dense import MATMULS
+from tilewise.explain.launches import launches_of
+from tilewise.explain.shapes import Shape
+from tilewise.explain.traffic import PASSES, moved
 from tilewise.kernels.cpu import tiles
 from tilewise.tuning.select import architecture
 
+from .bench.commands.options import print_rows, round_options
+from .bench.providers import provider
+from .bench.run import Outcome, Run, run_entries
+from .bench.shapes import SUITES
 from .counters import Counted, Unavailable, count
 from .experiment import fail_if, output_options, progress, sizes_on
 from .pictures import bars

@@ -17,19 +17,20 @@ from typing import Any, NamedTuple
 import click
 import torch
 
-from tilewise.bench.call import call_of
-from tilewise.bench.launches import Built, build_plan, built_of, config_on, portable_plans
-from tilewise.bench.providers import provider
-from tilewise.bench.row import Row, append, stamp
-from tilewise.bench.run import Outcome, Ready, Stage, time_ready
-from tilewise.bench.shapes import Shape, square
-from tilewise.cli.bench.options import print_rows, round_options
 from tilewise.cli.options import DTYPES, IntList, Listed, OneInt
 from tilewise.cli.picture import Axes
 from tilewise.cli.tables import console, digits, table
+from tilewise.explain.call import call_of
+from tilewise.explain.launches import Built, build_plan, built_of, config_on, portable_plans
+from tilewise.explain.shapes import Shape
 from tilewise.tuning.config import Config
 from tilewise.tuning.select import architecture, override
 
+from .bench.commands.options import print_rows, round_options
+from .bench.providers import provider
+from .bench.row import Row, append, stamp
+from .bench.run import Outcome, Ready, Stage, time_ready
+from .bench.shapes import square
 from .experiment import fail_if, output_options, progress
 from .pictures import bars
 

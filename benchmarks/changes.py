@@ -14,12 +14,12 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from tilewise.bench.row import Row
-from tilewise.bench.shapes import Shape
-from tilewise.bench.standings import BEST_OF
-from tilewise.bench.timer import Spread, ratio
-from tilewise.bench.ways import FLUSHED, SUSTAINED, rounds_of, way_of
+from tilewise.explain.shapes import Shape
 
+from .bench.row import Row
+from .bench.standings import BEST_OF
+from .bench.timer import Spread, ratio
+from .bench.ways import FLUSHED, SUSTAINED, rounds_of, way_of
 from .sides import Side
 
 OURS = "tilewise"  # how the names of our providers begin

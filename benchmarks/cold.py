@@ -19,15 +19,16 @@ from pathlib import Path
 import click
 
 import tilewise
-from tilewise.bench.providers import provider
-from tilewise.bench.row import Row, append, stamp
-from tilewise.bench.run import Outcome, Stage
-from tilewise.bench.shapes import Shape, square
-from tilewise.cli.bench.options import print_rows
 from tilewise.cli.options import Exit
 from tilewise.cli.picture import Axes
 from tilewise.cli.tables import console, digits, table
+from tilewise.explain.shapes import Shape
 
+from .bench.commands.options import print_rows
+from .bench.providers import provider
+from .bench.row import Row, append, stamp
+from .bench.run import Outcome, Stage
+from .bench.shapes import square
 from .experiment import output_options, progress
 from .pictures import bars
 

@@ -7,10 +7,10 @@ from collections import Counter
 
 import click
 
-from tilewise.bench.standings import mean_of
 from tilewise.cli.options import NameList
 from tilewise.cli.tables import FAIL, OK, STYLES, console, table
 
+from .bench.standings import mean_of
 from .changes import Change, Choice, Comparison, changes_between, rule
 from .experiment import fail_if
 from .sides import Side, read
@@ -29,7 +29,7 @@ MARKS = {"regressed": FAIL, "improved": OK}  # a colour beside the word
 @click.option("--peer", default="", help="Compare beside this one alone.")
 @click.option("--json", "as_json", is_flag=True, help="The same as JSON.")
 def compare(a, b, threshold, providers, peer, as_json) -> None:
-    """What regressed from A to B, beyond noise: rows that `tilewise bench --save` wrote.
+    """What regressed from A to B, beyond noise: rows that `bench --save` wrote.
 
     A and B are FILE, or FILE@WHICH for the rows of one commit or run in it, by the beginning of its
     name: results.jsonl@27d2d19. A commit of a changed tree ends in '+', and so does its name here.

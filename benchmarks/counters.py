@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import tilewise
-from tilewise.bench.shapes import Shape
+from tilewise.explain.shapes import Shape
 
 READ, WRITTEN = METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
 PLACES = ("usr/local/cuda*/bin/ncu", "opt/nvidia/nsight-compute/*/ncu")
@@ -103,9 +103,9 @@ def profile_once(spec: str) -> None:
     """Runs in the child process: one call between the profiler's start and stop."""
     import torch
 
-    from tilewise.bench.check import make_inputs
-    from tilewise.bench.providers import provider
-    from tilewise.bench.run import call_of
+    from .bench.check import make_inputs
+    from .bench.providers import provider
+    from .bench.run import call_of
 
     asked = json.loads(spec)
     shape, device = Shape(*asked["shape"]), asked["device"]

@@ -1,7 +1,7 @@
 """tilewise on the CPU beside `F.scaled_dot_product_attention`, through the public functions.
 
-    python benchmarks/cpu.py                        # S 64 to 16 Ki; best on an idle machine
-    python benchmarks/cpu.py --seqlen 64 256 --dtype float32 --rounds 15
+    python -m benchmarks.cpu                        # S 64 to 16 Ki; best on an idle machine
+    python -m benchmarks.cpu --seqlen 64 256 --dtype float32 --rounds 15
 
 Rows go to benchmarks/results/cpu.jsonl. `tilewise` is `attention`, `tilewise:sdpa` the drop-in with
 torch's signature. All take views of (batch, seqlen, nheads, headdim) memory, as a projection gives
@@ -18,9 +18,11 @@ import torch
 import torch.nn.functional as F
 
 import tilewise
-from tilewise.bench import Shape, run_suite
-from tilewise.bench.providers import Attend, Provider
-from tilewise.bench.standings import summary
+from tilewise.explain.shapes import Shape
+
+from .bench import run_suite
+from .bench.providers import Attend, Provider
+from .bench.standings import summary
 
 RESULTS = Path(__file__).parent / "results" / "cpu.jsonl"
 DTYPES = ("float32", "bfloat16", "float16")

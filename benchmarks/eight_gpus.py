@@ -22,12 +22,13 @@ import torch.distributed as dist
 
 import tilewise
 import tilewise.distributed as td
-from tilewise.bench.ranks import Tell, run_ranks, size_under_torchrun
-from tilewise.bench.run import Outcome
-from tilewise.bench.sharded import Sharded
-from tilewise.bench.sharded_run import Timing, agreed, clock, run_cases, slowest
 from tilewise.distributed.transport.arena import arena_of
 from tilewise.distributed.transport.exchange import publish_rows
+
+from .bench.ranks import Tell, run_ranks, size_under_torchrun
+from .bench.run import Outcome
+from .bench.sharded import Sharded
+from .bench.sharded_run import Timing, agreed, clock, run_cases, slowest
 
 LIMIT_S = 420.0  # of the rows, so that the command ends within 8 minutes
 OURS = ("tilewise:heads", "tilewise:stream")

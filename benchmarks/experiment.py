@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tilewise.cli.bench.options import row_options
 from tilewise.cli.options import Exit, together
 from tilewise.cli.picture import png_option
+
+from .bench.commands.options import row_options
 
 output_options = together(row_options, png_option)
 

@@ -16,17 +16,17 @@ from typing import NamedTuple
 import click
 import torch
 
-from tilewise.bench.providers import Attend, Provider
-from tilewise.bench.row import append, stamp
-from tilewise.bench.run import Outcome, Ready, Stage, time_ready
-from tilewise.bench.shapes import Shape
-from tilewise.bench.timer import HostClock, one_thread
-from tilewise.cli.bench.options import print_rows, providers_of, round_options
 from tilewise.cli.explain_tables import plain
 from tilewise.cli.options import DTYPES, HeadList, NameList, OneInt
 from tilewise.cli.picture import Axes
 from tilewise.cli.tables import console, table
+from tilewise.explain.shapes import Shape
 
+from .bench.commands.options import print_rows, providers_of, round_options
+from .bench.providers import Attend, Provider
+from .bench.row import append, stamp
+from .bench.run import Outcome, Ready, Stage, time_ready
+from .bench.timer import HostClock, one_thread
 from .experiment import fail_if, output_options, sizes_on
 from .pictures import bars
 

@@ -15,15 +15,15 @@ from typing import NamedTuple
 import click
 import torch
 
-from tilewise.bench.providers import Provider
-from tilewise.bench.row import Row, Stamp
-from tilewise.bench.run import Outcome, Run, Stage
-from tilewise.bench.shapes import Shape
-from tilewise.cli.bench.options import print_rows, providers_of
 from tilewise.cli.options import DTYPES, HeadList, IntList, NameList, pass_option
 from tilewise.cli.picture import Axes
 from tilewise.cli.tables import console, table
+from tilewise.explain.shapes import Shape
 
+from .bench.commands.options import print_rows, providers_of
+from .bench.providers import Provider
+from .bench.row import Row, Stamp
+from .bench.run import Outcome, Run, Stage
 from .experiment import fail_if, output_options, progress, sizes_on
 from .peak import is_out_of_memory, peak_bytes
 from .pictures import lines
@@ -58,7 +58,7 @@ class Peak(NamedTuple):
     type=NameList(),
     default="standard,math,flash,cudnn,efficient",
     show_default=True,
-    help="standard, and the backends of torch's SDPA; or any that `tilewise bench` knows.",
+    help="standard, and the backends of torch's SDPA; or any that `bench` knows.",
 )
 @output_options
 def memory(passes, causal, ours, against, device, save, as_json, png, **asked) -> None:

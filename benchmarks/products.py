@@ -17,20 +17,21 @@ from typing import NamedTuple
 import click
 import torch
 
-from tilewise.bench.check import Verdict
-from tilewise.bench.run import Outcome, Ready, Run, reason_of, time_ready
-from tilewise.bench.standings import standings, summary
-from tilewise.bench.sustained import plan_for
-from tilewise.bench.table import table_of
-from tilewise.cli.bench.options import (
+from tilewise.cli.options import IntList, NameList
+from tilewise.testing import tolerance
+
+from .bench.check import Verdict
+from .bench.commands.options import (
     check_span,
     conclude,
     run_options,
     show_with,
     sustained_options,
 )
-from tilewise.cli.options import IntList, NameList
-from tilewise.testing import tolerance
+from .bench.run import Outcome, Ready, Run, reason_of, time_ready
+from .bench.standings import standings, summary
+from .bench.sustained import plan_for
+from .bench.table import table_of
 
 Tensor = torch.Tensor
 Multiply = Callable[[Tensor, Tensor], Tensor]

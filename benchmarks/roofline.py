@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from tilewise.bench.modifiers import BIASES
-from tilewise.bench.shapes import Shape
+from tilewise.explain.modifiers import BIASES
+from tilewise.explain.shapes import Shape
 
 LSE_BYTES = 4  # one fp32 a query and head
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tilewise.bench.row import Row, load
+from .bench.row import Row, load
 
 SHORTEST = 7  # digits that git leaves of a commit
 

@@ -14,17 +14,17 @@ from typing import NamedTuple
 
 import click
 
-from tilewise.bench.modifiers import DROPOUT_P
-from tilewise.bench.providers import PROVIDERS, Provider, standard_attention
-from tilewise.bench.row import Stamp
-from tilewise.bench.run import Outcome, Ready, Run, Stage, call_of, time_ready
-from tilewise.bench.shapes import Shape
-from tilewise.bench.timer import Spread
-from tilewise.cli.bench.options import print_rows, providers_of, round_options
 from tilewise.cli.options import DTYPES, HeadList, IntList, NameList, OneInt, pass_option
 from tilewise.cli.picture import Axes
 from tilewise.cli.tables import console, digits, table
+from tilewise.explain.modifiers import DROPOUT_P
+from tilewise.explain.shapes import Shape
 
+from .bench.commands.options import print_rows, providers_of, round_options
+from .bench.providers import PROVIDERS, Provider, standard_attention
+from .bench.row import Stamp
+from .bench.run import Outcome, Ready, Run, Stage, call_of, time_ready
+from .bench.timer import Spread
 from .experiment import fail_if, output_options, progress, sizes_on
 from .memory import input_bytes
 from .peak import is_out_of_memory, peak_bytes

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-from tilewise.bench.shapes import Shape
-from tilewise.bench.traffic import PASSES, sizes_of
+from tilewise.explain.shapes import Shape
+from tilewise.explain.traffic import PASSES, sizes_of
 
 
 class Step(NamedTuple):

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from tilewise.bench.row import Row
-
+from ..bench.row import Row
 from . import figures, sections, sources, tables
 from .evidence import Evidence, collect
 from .html_page import to_html

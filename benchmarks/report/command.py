@@ -6,8 +6,7 @@ from pathlib import Path
 
 import click
 
-from tilewise.bench.row import load
-
+from ..bench.row import load
 from . import write
 from .pages import pages
 
@@ -66,7 +65,7 @@ def files_of(paths: tuple[Path, ...]) -> list[Path]:
         files += sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
     if not files:
         raise click.UsageError(
-            f"name files of rows, as `tilewise bench --save rows.jsonl` writes them:"
+            f"name files of rows, as `python -m benchmarks bench --save rows.jsonl` writes them:"
             f" there is none in {paths[0]}"
         )
     return list(dict.fromkeys(files))

@@ -12,12 +12,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from tilewise.bench import modifiers
-from tilewise.bench.row import Row
-from tilewise.bench.shapes import DIRECTIONS, SUITES, Shape, square
-from tilewise.bench.standings import BEST_OF
-from tilewise.bench.timer import Spread, ratio
-from tilewise.bench.ways import median_of, rate_of, rounds_of, way_of
+from tilewise.explain.modifiers import NAMES
+from tilewise.explain.shapes import DIRECTIONS, Shape
+
+from ..bench.row import Row
+from ..bench.shapes import SUITES, square
+from ..bench.standings import BEST_OF
+from ..bench.timer import Spread, ratio
+from ..bench.ways import median_of, rate_of, rounds_of, way_of
 
 OURS = "tilewise"
 ATTENTION = {"adhoc", "varlen", "modifiers", *SUITES}  # suites whose shapes are attention calls
@@ -161,7 +163,7 @@ def shape_of(row: Row) -> Shape | None:
         return None
     try:
         shape = Shape(**row.shape)
-        return shape if shape.flops > 0 and shape.modifier in ("", *modifiers.NAMES) else None
+        return shape if shape.flops > 0 and shape.modifier in ("", *NAMES) else None
     except (TypeError, ValueError, KeyError):
         return None
 

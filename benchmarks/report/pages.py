@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tilewise.bench.row import load
-
+from ..bench.row import load
 from .evidence import Evidence, collect
 from .figures import CHINESE, DOCS, README, page, picture
 

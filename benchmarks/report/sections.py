@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from tilewise.bench.shapes import Shape
-from tilewise.bench.standings import BEST_OF, Standing
-from tilewise.bench.ways import FLUSHED, SUSTAINED
+from tilewise.explain.shapes import Shape
 
+from ..bench.standings import BEST_OF, Standing
+from ..bench.ways import FLUSHED, SUSTAINED
 from ..roofline import HALVES, bytes_of, peak_of
 from . import charts
 from .evidence import (

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tilewise.bench.lengths import SETS
-from tilewise.bench.row import Row
-from tilewise.bench.shapes import DIRECTIONS, SUITES, Shape
+from tilewise.explain.lengths import SETS
+from tilewise.explain.shapes import DIRECTIONS, Shape
 
+from ..bench.row import Row
+from ..bench.shapes import SUITES
 from .evidence import Environment, Evidence, is_ours, shape_of
 from .page import Code, Heading, Section, Table, plural
 
@@ -25,7 +26,7 @@ EXPERIMENTS = (
     "host",
     "cold",
 )
-BENCHES = "decode", "distributed"  # of these, commands of `tilewise bench`
+BENCHES = "decode", "distributed"  # of these, commands of `python -m benchmarks bench`
 
 
 def environments(evidence: Evidence) -> Section:
@@ -65,8 +66,8 @@ def reproduce(evidence: Evidence) -> Section:
         Code(f"make bench-all report RESULTS={ROWS}"),
         f"The runs that rows of this page come from. Each appends to {ROWS}; `python -m benchmarks"
         f" report {ROWS}` makes a page of it, `python -m benchmarks compare OLD {ROWS}` says what"
-        " has changed. Peers that are not installed are left out with the reason (`tilewise bench"
-        " --help` says how FlashAttention-3 is found).",
+        " has changed. Peers that are not installed are left out with the reason (`python -m"
+        " benchmarks bench --help` says how FlashAttention-3 is found).",
     ]
     by_date = sorted(evidence.rows, key=lambda row: row.date)
     for environment, rows in evidence.by_environment(by_date).items():
@@ -100,7 +101,7 @@ def commands_of(rows: Sequence[Row]) -> list[str]:
         counted = suite == "io" and any("bytes_read" in row.extra for row in rows)
         kinds = ",".join(_unique(str(row.shape["kind"]) for row in rows if "kind" in row.shape))
         words = ["--counters"] * counted + [f"--dtype {kinds}"] * bool(kinds)
-        bench = "tilewise bench" if suite in BENCHES else "python -m benchmarks"
+        bench = "python -m benchmarks bench" if suite in BENCHES else "python -m benchmarks"
         return [" ".join([bench, suite, *words, SAVE])]
     if suite.startswith("tour/"):
         lesson = suite.removeprefix("tour/")
@@ -116,7 +117,7 @@ def commands_of(rows: Sequence[Row]) -> list[str]:
     if suite == "cpu" and any(row.provider == "sdpa" for row in rows):
         return [_on_cpu(known)]
     if suite in SUITES:
-        return [f"tilewise bench --suite {suite}{_tail(rows)}"]
+        return [f"python -m benchmarks bench --suite {suite}{_tail(rows)}"]
     families: dict[tuple, list[Row]] = {}
     for row, shape in zip(rows, known):
         families.setdefault(_options(shape), []).append(row)
@@ -125,7 +126,7 @@ def commands_of(rows: Sequence[Row]) -> list[str]:
 
 def _dense(rows: Sequence[Row], options: tuple) -> str:
     shapes = [Shape(**row.shape) for row in rows]
-    words = ["tilewise bench", *_directions(shapes)]
+    words = ["python -m benchmarks bench", *_directions(shapes)]
     words.append(f"--seqlen {_sorted(s.seqlen_k for s in shapes)}")
     words.append(f"--headdim {_sorted(s.headdim for s in shapes)}")
     words.append(f"--causal {_causal(shapes)}")
@@ -157,7 +158,7 @@ def _varlen(rows: Sequence[Row], shapes: Sequence[Shape]) -> str:
     names = ",".join(_unique(s.lengths for s in shapes)) if not own else own[0]
     dense = " --dense" if any("beside" in row.extra for row in rows) else ""
     return (
-        f"tilewise bench varlen --lengths {names} --heads {_heads(shapes)}"
+        f"python -m benchmarks bench varlen --lengths {names} --heads {_heads(shapes)}"
         f" --pass {','.join(_directions(shapes))} --causal {_causal(shapes)}"
         f"{_dtype(shapes)}{dense}{_tail(rows)}"
     )
@@ -170,7 +171,8 @@ def _modifiers(rows: Sequence[Row], shapes: Sequence[Shape]) -> str:
     lanes = _unique(str(row.extra["lane"]) for row in rows if row.extra.get("lane"))
     against = f" --against {','.join(lanes)}" if lanes else ""
     return (
-        f"tilewise bench modifiers --cases {cases} --pass {','.join(_directions(dense))}"
+        f"python -m benchmarks bench modifiers --cases {cases}"
+        f" --pass {','.join(_directions(dense))}"
         f" --seqlens {_sorted(s.seqlen_q for s in dense)} --tokens {tokens}"
         f" --heads {_heads(dense)}{_dtype(dense)}{against} --rounds {len(rows[0].rounds_ms)} {SAVE}"
     )
@@ -179,7 +181,7 @@ def _modifiers(rows: Sequence[Row], shapes: Sequence[Shape]) -> str:
 def _on_cpu(shapes: Sequence[Shape]) -> str:
     lengths = " ".join(str(n) for n in sorted({shape.seqlen_q for shape in shapes}))
     dtypes = " ".join(_unique(shape.dtype for shape in shapes))
-    return f"python benchmarks/cpu.py --seqlen {lengths} --dtype {dtypes}"
+    return f"python -m benchmarks.cpu --seqlen {lengths} --dtype {dtypes}"
 
 
 def _tail(rows: Sequence[Row]) -> str:

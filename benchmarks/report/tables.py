@@ -7,10 +7,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from tilewise.bench.row import Row
-from tilewise.bench.shapes import Shape
-from tilewise.bench.standings import Standing, mean_of
+from tilewise.explain.shapes import Shape
 
+from ..bench.row import Row
+from ..bench.standings import Standing, mean_of
 from . import charts
 from .evidence import Entry, Evidence, Timing, environment_of, is_ours, place_of
 from .page import BEHIND, Chart, Charts, Heading, Section, Table, number, plural, ratio_cell, times

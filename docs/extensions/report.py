@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
+from benchmarks.bench.row import load
 from benchmarks.report import write
-from tilewise.bench.row import load
 
 
 def make(app, config):

@@ -28,7 +28,6 @@ from .integrations.torch_sdpa import disable_sdpa, enable_sdpa
 from .reference import attention_reference, merge_states
 
 if TYPE_CHECKING:
-    from . import bench as bench
     from . import bert_padding as bert_padding
     from . import distributed as distributed
     from . import testing as testing
@@ -59,10 +58,13 @@ __all__ = [
 ]
 
 
-_ON_FIRST_USE = ("bench", "bert_padding", "distributed", "testing")
+_ON_FIRST_USE = ("bert_padding", "distributed", "testing")
 
 
 def __getattr__(name: str) -> ModuleType:
     if name in _ON_FIRST_USE:
         return importlib.import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    reason = f"module {__name__!r} has no attribute {name!r}"
+    if name == "bench":
+        reason += ": it is benchmarks.bench in a clone of the repository"
+    raise AttributeError(reason)

@@ -7,10 +7,10 @@ import pytest
 from benchmarks import account, counters
 from benchmarks.account import PAPER_SHAPE, explanation, run_account
 from benchmarks.account import account as entry_of
+from benchmarks.bench import load
+from benchmarks.bench.providers import Provider
+from benchmarks.bench.shapes import square
 from benchmarks.counters import Counted, Unavailable, count, find_ncu, parse
-from tilewise.bench import load
-from tilewise.bench.providers import Provider
-from tilewise.bench.shapes import square
 
 TILES = (128, 128), (128, 128)
 OUTPUT = """==PROF== Connected to process 7 (/usr/bin/python3)
@@ -139,7 +139,7 @@ def test_one_call_is_profiled(direction, monkeypatch):
         return lambda q, k, v: seen.append("call") or q + k + v
 
     one = Provider("one", lambda *x: None, prepare)
-    monkeypatch.setattr("tilewise.bench.providers.provider", lambda name: one)
+    monkeypatch.setattr("benchmarks.bench.providers.provider", lambda name: one)
     shape = square(direction, 32, 16, False, tokens=32, hidden=16, dtype="float32")
     spec = {"shape": list(shape), "provider": "one", "device": "cpu"}
     counters.profile_once(counters.json.dumps(spec))

@@ -5,10 +5,10 @@ import pytest
 pytest.importorskip("triton")
 
 from benchmarks import blocks
+from benchmarks.bench import load
+from benchmarks.bench.providers import Provider
+from benchmarks.bench.shapes import square
 from benchmarks.blocks import Candidate, compile_all, configs, name_of, plan_of, time_all
-from tilewise.bench import load
-from tilewise.bench.providers import Provider
-from tilewise.bench.shapes import square
 from tilewise.testing import use_interpreter
 from tilewise.tuning.config import Config
 from tilewise.tuning.select import is_overridden

@@ -3,9 +3,9 @@
 import pytest
 
 from benchmarks import cold
+from benchmarks.bench import load
+from benchmarks.bench.run import Outcome
 from benchmarks.cold import ChildFailed, first_calls, rounds_of, run_cold, shape_for
-from tilewise.bench import load
-from tilewise.bench.run import Outcome
 
 
 @pytest.fixture

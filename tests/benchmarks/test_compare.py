@@ -3,11 +3,11 @@
 import pytest
 from helpers.made_rows import made
 
+from benchmarks.bench import append
+from benchmarks.bench.shapes import square
+from benchmarks.bench.timer import Spread
 from benchmarks.changes import Choice, changes_between, rule
 from benchmarks.sides import Side, read
-from tilewise.bench import append
-from tilewise.bench.shapes import square
-from tilewise.bench.timer import Spread
 
 SMALL = square("fwd", 32, 16, True, dtype="float32", tokens=64, hidden=32)
 LARGE = SMALL._replace(seqlen_q=64, seqlen_k=64)
@@ -230,7 +230,7 @@ def test_a_file_that_cannot_be_read_is_named_with_its_line(tmp_path, text, messa
 
 def test_rounds_are_numbers():
     """Else a comparison would stumble over them."""
-    from tilewise.bench.row import validate
+    from benchmarks.bench.row import validate
 
     with pytest.raises(ValueError, match="rounds_ms.*'fast'"):
         validate({**row().__dict__, "rounds_ms": [1.0, "fast"]})

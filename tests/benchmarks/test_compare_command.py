@@ -10,9 +10,9 @@ pytest.importorskip("rich")
 testing = pytest.importorskip("click.testing")
 
 from benchmarks.__main__ import main  # noqa: E402
+from benchmarks.bench import append  # noqa: E402
+from benchmarks.bench.shapes import square  # noqa: E402
 from benchmarks.compare import shortened  # noqa: E402
-from tilewise.bench import append  # noqa: E402
-from tilewise.bench.shapes import square  # noqa: E402
 
 SHORT, LONG = (square("fwd", seqlen, 64, False) for seqlen in (512, 1024))
 

@@ -8,7 +8,7 @@ pytest.importorskip("rich")
 testing = pytest.importorskip("click.testing")
 
 from benchmarks.__main__ import main  # noqa: E402
-from tilewise.bench import load  # noqa: E402
+from benchmarks.bench import load  # noqa: E402
 
 ALL = ["memory", "io", "speedup", "blocks", "host", "cold", "matmul"]
 

@@ -10,9 +10,9 @@ from xml.etree import ElementTree
 import pytest
 from helpers.made_rows import row
 
+from benchmarks.bench.shapes import square
 from benchmarks.report import collect, figures
 from benchmarks.report.pages import committed, pages
-from tilewise.bench.shapes import square
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = (figures.README, figures.CHINESE, figures.DOCS)
@@ -261,7 +261,7 @@ def test_our_ways_and_cards_are_words():
         "{behind fa3: fwd H100}, {behind cudnn: fwd}": "1 of 1, least 0.90, –",
         "{commits fa3: fwd}": "`abc`",
         "{stands fa3: fwd H100}": "**0.90**; below 1 in 1 of 1, least 0.90",
-        "{bench} fwd": "tilewise bench fwd",
+        "{bench} fwd": "python -m benchmarks bench fwd",
     }.items():
         assert figures.fill(asked, evidence) == answer, asked
     assert figures.fill("{card: H200}", collect([row(**place)])) == "–"

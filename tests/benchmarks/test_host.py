@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from benchmarks import host
+from benchmarks.bench import load
+from benchmarks.bench.providers import Provider, provider
+from benchmarks.bench.shapes import square
+from benchmarks.bench.timer import HostClock
 from benchmarks.host import Captured, run_host
-from tilewise.bench import load
-from tilewise.bench.providers import Provider, provider
-from tilewise.bench.shapes import square
-from tilewise.bench.timer import HostClock
 
 SMALL = square("fwd", 16, 16, True, tokens=16, hidden=32, dtype="float32")
 QUICK = dict(rounds=2, round_ms=1.0)

@@ -11,11 +11,11 @@ from click.testing import CliRunner
 from helpers.waits import DEADLINE
 
 from benchmarks.__main__ import main
-from tilewise.cli.bench import bench
+from benchmarks.bench.commands import bench
 
 EXPERIMENTS = {"matmul", "memory", "io", "speedup", "blocks", "host", "cold"}
 ROOT = Path(__file__).resolve().parents[2]
-BENCH = ["-m", "tilewise.cli", "bench"]
+BENCH = ["-m", "benchmarks", "bench"]
 EXPERIMENT = ["-m", "benchmarks"]
 
 
@@ -53,6 +53,7 @@ def test_every_command_takes_its_options(lines, monkeypatch):
 
 def test_every_experiment_takes_its_options(lines, monkeypatch):
     asked = [line[len(EXPERIMENT) :] for line in lines if line[: len(EXPERIMENT)] == EXPERIMENT]
+    asked = [words for words in asked if words[0] != "bench"]
     assert {words[0] for words in asked} == EXPERIMENTS
     for words in asked:
         assert saved(main, words, monkeypatch).endswith("rows.jsonl")
@@ -70,6 +71,6 @@ def test_what_pages_lead_with_is_timed_under_sustained_load(lines):
 def test_packed_and_modifiers_and_every_lesson_are_there(lines):
     first = {line[len(BENCH)] for line in lines if line[: len(BENCH)] == BENCH}
     assert {"varlen", "modifiers", "decode"} <= first
-    assert ["benchmarks/cpu.py", "--save"] in [line[:2] for line in lines]
+    assert ["-m", "benchmarks.cpu", "--save"] in [line[:3] for line in lines]
     lessons = {line[0] for line in lines if line[0].startswith("tour/")}
     assert lessons == {f"tour/{path.name}" for path in (ROOT / "tour").glob("[0-9]*.py")}

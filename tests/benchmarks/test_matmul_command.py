@@ -6,9 +6,9 @@ import pytest
 
 testing = pytest.importorskip("click.testing")
 
+from benchmarks.bench import load  # noqa: E402
 from benchmarks.matmul import CONFIGS  # noqa: E402
 from benchmarks.products import matmul  # noqa: E402
-from tilewise.bench import load  # noqa: E402
 
 QUICK = ["--device", "cpu", "--rounds", "1", "--round-ms", "1"]
 

@@ -5,10 +5,10 @@ import torch
 from helpers.tiers import sample
 
 from benchmarks import memory
+from benchmarks.bench import load
+from benchmarks.bench.providers import Provider, provider
 from benchmarks.memory import curves, exponent, run_memory, shapes_of
 from benchmarks.peak import is_out_of_memory, peak_bytes
-from tilewise.bench import load
-from tilewise.bench.providers import Provider, provider
 
 
 def test_the_peak_of_known_allocations():

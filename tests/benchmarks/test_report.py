@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from helpers.made_rows import pair, row
 
+from benchmarks.bench.row import load
+from benchmarks.bench.shapes import square
 from benchmarks.report import collect, page_of, to_html, to_markdown, write
 from benchmarks.report.sources import commands_of
-from tilewise.bench.row import load
-from tilewise.bench.shapes import square
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 
@@ -94,7 +94,7 @@ def test_every_committed_row_is_spoken_of(file):
     assert 0 < counted <= len(rows)
     for name in {r.run for r in rows}:
         commands = commands_of([r for r in rows if r.run == name])
-        assert all(re.match(r"(tilewise bench|python |TILEWISE_RECORD=)", c) for c in commands)
+        assert all(re.match(r"(python |TILEWISE_RECORD=)", c) for c in commands)
 
 
 def test_the_head_says_what_readme_says():

@@ -5,9 +5,9 @@ import torch
 from helpers.tiers import sample
 
 from benchmarks import speedup
+from benchmarks.bench import load
+from benchmarks.bench.providers import Provider, provider, standard_attention
 from benchmarks.speedup import CASES, run_speedup, shapes_of
-from tilewise.bench import load
-from tilewise.bench.providers import Provider, provider, standard_attention
 
 QUICK = dict(rounds=2, round_ms=1.0, show=lambda line: None)
 

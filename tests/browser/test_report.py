@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.bench.row import load
 from benchmarks.report import write
-from tilewise.bench.row import load
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"

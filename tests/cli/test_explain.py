@@ -8,9 +8,9 @@ pytest.importorskip("rich")
 pytest.importorskip("triton")
 testing = pytest.importorskip("click.testing")
 
-from tilewise.bench.cards import Roof  # noqa: E402
 from tilewise.cli import explain_tables  # noqa: E402
 from tilewise.cli.__main__ import main  # noqa: E402
+from tilewise.explain.cards import Roof  # noqa: E402
 
 
 def invoke(*arguments, width=100):

@@ -126,9 +126,9 @@ def test_markdown_is_one_table():
 
 
 def test_without_triton(monkeypatch):
-    from tilewise.bench import row
+    from tilewise.explain import machine
 
-    monkeypatch.setattr(row, "triton_version", lambda: "none")
+    monkeypatch.setattr(machine, "triton_version", lambda: "none")
     assert lines()["machine", "triton"]["remedy"].startswith("`pip install triton`")
 
 

@@ -1,6 +1,8 @@
 """The command itself: quick help, lazy commands, exit codes."""
 
+import importlib
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -28,7 +30,7 @@ def test_help_imports_nothing_that_measures():
         "except SystemExit as done: assert not done.code\n"
         "added = {name.split('.')[0] for name in set(sys.modules) - before}\n"
         "assert not added & {'triton', 'transformers', 'matplotlib'}, added\n"
-        "assert 'tilewise.bench' not in sys.modules\n"
+        "assert 'tilewise.explain' not in sys.modules\n"
     )
     here = str(Path(tilewise.__file__).parents[1])
     command = [sys.executable, "-c", code]
@@ -46,16 +48,38 @@ def test_the_version():
 def test_unknown_commands_and_options_are_usage_errors():
     assert invoke("fly").exit_code == 2
     assert invoke("info", "--wings").exit_code == 2
-    assert invoke("bench", "--against", "missing").exit_code == 2
-    assert invoke("bench", "--suite", "nothing").exit_code == 2
 
 
-@pytest.mark.parametrize("command", ["bench", "verify", "demo", "generate"])
-def test_exit_code_3_without_a_gpu(command, monkeypatch):
+@pytest.mark.parametrize("command", ["bench", "demo", "generate"])
+def test_a_program_of_the_repository_is_named(command):
+    done = invoke(command, "--quick", "--device", "cpu")
+    assert done.exit_code == 2 and command not in main.commands
+    (line,) = done.output.splitlines()[-1:]
+    assert re.match(rf"Error: `tilewise {command}` is `python -m .+` now, in a clone", line)
+    package, _, name = re.findall(r"-m ([\w.]+)( (\w+))?`", line)[0]
+    program = importlib.import_module(f"{package}.__main__").main
+    assert name in program.commands if name else program.callback
+
+
+def test_where_bench_is_now():
+    said = r"tilewise.bench is benchmarks.bench now, in a clone of tilewise's repository"
+    for text in (
+        "import tilewise.bench",
+        "from tilewise import bench",
+        "import tilewise.bench.row",
+    ):
+        with pytest.raises(ImportError, match=said):
+            exec(text)
+    with pytest.raises(AttributeError, match="it is benchmarks.bench in a clone of the repository"):
+        _ = tilewise.bench
+    assert not hasattr(tilewise, "bench")
+
+
+def test_exit_code_3_without_a_gpu(monkeypatch):
     import torch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    done = invoke(command, "--device", "cuda")
+    done = invoke("verify", "--device", "cuda")
     assert done.exit_code == 3
     assert "tilewise info" in done.output
 
@@ -64,15 +88,3 @@ def test_lists_of_numbers():
     convert = IntList().convert
     assert convert("1k,4k,64", None, None) == (1024, 4096, 64)
     assert convert((1, 2), None, None) == (1, 2)
-
-
-def test_bench_prints_rows_as_json(tmp_path):
-    import json
-
-    small = "--seqlen 32 --headdim 16 --tokens 64 --hidden 32 --dtype fp32 --causal yes".split()
-    quick = "--rounds 2 --round-ms 1 --device cpu --against standard --json".split()
-    done = invoke("bench", "fwd", *small, *quick, "--save", str(tmp_path / "rows.jsonl"))
-    assert done.exit_code == 0, done.output
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [row["provider"] for row in rows] == ["tilewise", "standard"]
-    assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == 2

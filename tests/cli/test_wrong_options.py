@@ -6,8 +6,13 @@ import pytest
 pytest.importorskip("rich")
 testing = pytest.importorskip("click.testing")
 
+from benchmarks.bench.commands import bench  # noqa: E402
+from examples.demo.command import demo  # noqa: E402
+from examples.generate.command import generate  # noqa: E402
 from tilewise.cli import options, verify  # noqa: E402
 from tilewise.cli.__main__ import main  # noqa: E402
+
+ALL = click.Group("all", [*main.commands.values(), bench, demo, generate])
 
 NO_VALUE = ("hoper", "-7", "nan", "inf", "1e400", "cuda:x", "tilewise:hoper", "/dev/null/x")
 NO_FILE = ("/dev/null/x",)
@@ -23,7 +28,7 @@ def commands(command, path=()):
 
 TAKING_VALUES = [
     pytest.param(path, option, id=" ".join((*path, option.opts[0])))
-    for path, command in commands(main)
+    for path, command in commands(ALL)
     for option in command.params
     if not getattr(option, "is_flag", False)
 ]
@@ -41,7 +46,7 @@ def nothing_runs(monkeypatch):
 
 def said(*arguments):
     """The last line of a usage error."""
-    done = testing.CliRunner(env={"COLUMNS": "200"}).invoke(main, arguments)
+    done = testing.CliRunner(env={"COLUMNS": "200"}).invoke(ALL, arguments)
     assert done.exit_code == 2 and isinstance(done.exception, SystemExit), (arguments, done)
     line = done.output.splitlines()[-1]
     assert line.startswith("Error: "), (arguments, done.output)
@@ -54,7 +59,7 @@ def test_a_wrong_value_is_a_usage_error_that_names_the_option(path, option):
     rest = ("causal",) if path == ("mask",) and is_option else ()
     for value in NO_FILE if isinstance(option.type, options.NewFile) else NO_VALUE:
         line = said(*path, *((option.opts[0], value) if is_option else ("--", value)), *rest)
-        assert (option.opts[0] if is_option else option.make_metavar(click.Context(main))) in line
+        assert (option.opts[0] if is_option else option.make_metavar(click.Context(ALL))) in line
 
 
 @pytest.mark.parametrize(

@@ -17,14 +17,13 @@ from integrations.test_transformers_continuous import (
 pytest.importorskip("rich")
 pytest.importorskip("transformers")
 
-from tilewise.cli import generate as command
-from tilewise.cli.generate import serve, workload
-from tilewise.cli.generate.batch import batch_of
-from tilewise.cli.generate.graph import PaddedSteps
-from tilewise.cli.generate.model import PagedLlama
-from tilewise.cli.generate.pages import Pages
-from tilewise.cli.generate.requests import Request
-from tilewise.cli.generate.scheduler import Chunk, Scheduler
+from examples.generate import command, serve, workload
+from examples.generate.batch import batch_of
+from examples.generate.graph import PaddedSteps
+from examples.generate.model import PagedLlama
+from examples.generate.pages import Pages
+from examples.generate.requests import Request
+from examples.generate.scheduler import Chunk, Scheduler
 
 pytestmark = pytest.mark.gpu
 

@@ -20,22 +20,19 @@ from structure.test_public_paths import PUBLIC
 
 import tilewise
 from tilewise.errors import EXTRAS
+from tilewise.explain.machine import triton_version
 
 PAGES = ["README.md", "README.zh-CN.md", "docs/install.md"]
 PAGES += ["docs/quickstart.md", "docs/zh/quickstart.md", "tour/README.md"]
-# A page names a command; here it is asked for little. tests/cli runs the demo and the server.
+# A page names a command; here it is asked for little
 LITTLE = {
-    "bench": "fwd --seqlen 32 --tokens 64 --hidden 32 --headdim 16 --rounds 1 --round-ms 1"
-    " --device cpu",
-    "demo": "--help",
     "explain": "--no-compile",
-    "generate": "--help",
     "mask": "causal",
     "verify": "--quick --device cpu -k 64x64",
 }
 OF_AN_EXTRA = r"transformers|diffusers|use_interpreter"
 NO_GPU = 3  # the exit code of a command that needs one
-OF_A_CLONE = ("make", "git")
+OF_A_CLONE = r"make |git |python -m (benchmarks|examples)\b"
 # What needs an extra, and says so where it is missing
 USES = {
     "cli": "import runpy, sys\nsys.argv = ['', '--version']\n"
@@ -105,7 +102,7 @@ def test_pages_and_public_modules_need_no_extra(tmp_path):
 
 
 def find_triton():
-    return tilewise.bench.row.triton_version() != "none"
+    return triton_version() != "none"
 
 
 def test_extras_are_those_of_pyproject():
@@ -130,6 +127,7 @@ def test_the_tour_needs_its_extra_alone():
     assert found - own - sys.stdlib_module_names <= {
         *("torch", "triton", "tilewise"),
         *("matplotlib", "numpy"),
+        "benchmarks",  # where rows are recorded
     }
 
 
@@ -176,7 +174,7 @@ def test_every_line_runs(page, bare):
             bare.install(*sorted(extras))
             if "hf" in extras:
                 blocks.append((page, line.number, "path = " + repr(bare.model())))
-        elif line.text.split()[0] not in OF_A_CLONE:
+        elif not re.match(OF_A_CLONE, line.text):
             done = bare.run(*command_of(line))
             assert done.returncode in (0, NO_GPU), f"{page}:{line.number}: {done.stderr}"
     run_blocks()

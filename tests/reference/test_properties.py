@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.bench.timer import one_thread
 from tilewise import attention, merge_states
-from tilewise.bench.timer import one_thread
 from tilewise.emulation import use_interpreter
 
 BACKENDS = ["cpu", "portable"]

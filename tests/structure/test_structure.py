@@ -14,12 +14,12 @@ ROOT = Path(tilewise.__file__).parent
 FILES = {path.relative_to(ROOT).as_posix(): path for path in sorted(ROOT.rglob("*.py"))}
 TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
 EMULATOR = sorted((ROOT.parent / "gluon_emulator").rglob("*.py"))
-OF_LIBRARY = [x for x in TREES if not x.startswith(("testing/", "bench/", "cli/"))]
+OF_LIBRARY = [x for x in TREES if not x.startswith(("testing/", "explain/", "cli/"))]
 
 # From the outside in: a room imports from later ranks alone.
 RANKS = [
     ["__main__", "cli"],
-    ["bench"],
+    ["explain"],
     ["testing", "distributed"],
     ["__init__"],
     ["faces", "cache", "scores", "sparse", "bert_padding", "integrations", "reference"],
@@ -29,12 +29,12 @@ RANKS = [
     ["kernels"],
     ["mods"],
     ["tile", "tuning", "emulation", "problem"],
-    ["errors", "hardware", "keywords"],
+    ["errors", "hardware", "keywords", "bench"],
 ]
 RANK = {room: rank for rank, beside in enumerate(RANKS) for room in beside}
 # Of a folder the rooms, the floors and the arrows: `python tests/helpers/import_graph.py` counts.
 COUNTS = {
-    "": (25, 12, 109),
+    "": (26, 12, 103),
     "distributed": (5, 5, 9),
     "kernels": (5, 2, 3),
     "kernels/hopper": (23, 7, 60),
@@ -70,12 +70,12 @@ def test_imports_point_inwards():
 
 
 def test_the_library_does_not_measure():
-    """What users run stands outside of it, and experiments outside of the wheel."""
+    """What users run stands outside of it, and measurements and examples outside of the wheel."""
     for name, others in files().items():
-        if name.split("/")[0] not in ("bench", "cli"):
-            assert not [x for x in others if x.startswith(("bench/", "cli/"))], name
+        if name.split("/")[0] not in ("explain", "cli"):
+            assert not [x for x in others if x.startswith(("explain/", "cli/"))], name
     for name, tree in TREES.items():
-        assert "benchmarks" not in packages(ast.walk(tree)), name
+        assert not {"benchmarks", "examples"} & packages(ast.walk(tree)), name
 
 
 @pytest.mark.parametrize("folder", import_graph.folders())
@@ -135,7 +135,7 @@ def test_triton_is_imported_where_kernels_are():
         *("kernels/portable/", "kernels/hopper/", "kernels/common/relaunch", "kernels/common/io"),
         "kernels/common/keys",
         *("kernels/common/building", "kernels/common/bwd_", "mods/codegen.py", "tile/"),
-        *("testing/", "bench/tune.py"),
+        *("testing/", "tuning/search.py"),
     )
     for name, tree in TREES.items():
         if "triton" in packages(tree.body):

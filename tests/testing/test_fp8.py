@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tilewise
-from tilewise.bench.fp8 import BOUND_ROUNDED
+from benchmarks.bench.fp8 import BOUND_ROUNDED
 from tilewise.kernels.common.quantized import Lengths, Quantized
 from tilewise.kernels.cpu.quantize import dequantize
 from tilewise.testing import fp8

@@ -5,7 +5,7 @@ import sys
 import pytest
 from tour.lessons import helper, run_lesson
 
-from tilewise.bench import row
+from benchmarks.bench import row
 
 NAME = "04b_from_1_to_2"
 pytestmark = pytest.mark.slow  # the lesson compiles three kernels

@@ -5,7 +5,7 @@ import pytest
 import triton.testing
 from tour.lessons import code_of, helper
 
-from tilewise.bench import row
+from benchmarks.bench import row
 
 
 @pytest.fixture

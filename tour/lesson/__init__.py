@@ -163,7 +163,7 @@ class Figures:
         path = os.environ.get("TILEWISE_RECORD")
         if not path:
             return
-        from tilewise.bench import row
+        from benchmarks.bench import row
 
         fifths = statistics.quantiles(times * 2, n=5, method="inclusive")
         fields = dict(

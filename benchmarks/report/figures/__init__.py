@@ -16,7 +16,7 @@ from . import calls, experiments, grids, steps
 from . import picture as picture
 
 QUESTION = re.compile(r"\{([^{}]+)\}")
-COMMANDS = {"bench": "tilewise bench", "experiments": "python -m benchmarks"}
+COMMANDS = {"bench": "python -m benchmarks bench", "experiments": "python -m benchmarks"}
 ANSWERS = calls.ANSWERS | experiments.ANSWERS | grids.ANSWERS | steps.ANSWERS
 README, CHINESE, DOCS = "readme.md", "readme.zh-CN.md", "docs.md"  # two sections, and a page
 IN_CHINESE = {

@@ -14,10 +14,11 @@ import functools
 import itertools
 from collections.abc import Sequence
 
-from tilewise.bench.shapes import SUITES, Shape
-from tilewise.bench.standings import Standing, mean_of
-from tilewise.bench.ways import FLUSHED, SUSTAINED
+from tilewise.explain.shapes import Shape
 
+from ...bench.shapes import SUITES, dense_of
+from ...bench.standings import Standing, mean_of
+from ...bench.ways import FLUSHED, SUSTAINED
 from ..evidence import (
     OURS,
     Entry,
@@ -191,7 +192,7 @@ def skewed(evidence: Evidence, names: list[str], words: list[str]) -> str:
         shape, extra = entry.shape, entry.row.extra
         if entry.environment == place and shape.lengths in names and "of_dense" in extra:
             if entry.row.provider == OURS and set(words) <= words_of(shape):
-                alike = shape.dense, shape.causal
+                alike = dense_of(shape), shape.causal
                 kept.setdefault(alike, {})[shape.lengths] = extra["of_dense"]
     found = [of[names[0]] / of[names[1]] for of in kept.values() if len(of) == 2]
     return times(mean_of(found)) if found else NONE

@@ -1,16 +1,15 @@
 """Questions about the experiments: host time, memory, bytes, speed-up, matmul, first calls, CPU.
 
-Rows that are no times of attention calls: each function reads the rows of one `tilewise bench`
-command, the newest of each kind.
+Rows that are no times of attention calls: each function reads the rows of one command of
+`python -m benchmarks`, the newest of each kind.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from tilewise.bench.row import Row
-from tilewise.bench.timer import ratio
-
+from ...bench.row import Row
+from ...bench.timer import ratio
 from ...memory import exponent
 from ..evidence import OURS, Environment, Evidence, environment_of, is_ours
 from ..page import length, times

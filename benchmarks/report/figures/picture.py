@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from tilewise.bench.caches import Decode
+from tilewise.explain.steps import Decode
 
 from .. import charts
 from ..evidence import OURS, Evidence

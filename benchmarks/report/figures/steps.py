@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from tilewise.bench.caches import Decode
-from tilewise.bench.row import Row
-from tilewise.bench.timer import ratio
+from tilewise.explain.steps import Decode
 
+from ...bench.row import Row
+from ...bench.timer import ratio
 from ..evidence import OURS, Evidence, environment_of
 from ..page import length
 from .calls import CARDS, NONE, WAYS, figure, marked, where

@@ -1,1 +1,1 @@
-"""The command line: `tilewise info`, `verify`, `demo`, `bench`, `tune`."""
+"""The command line: `tilewise info`, `verify`, `explain`, `tune`, `mask`, `hub`."""

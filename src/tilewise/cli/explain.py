@@ -28,7 +28,7 @@ FEATURES = (*SCORES, "modifier", "deterministic")
 
 
 def _sequences(lengths: str) -> tuple[int, ...]:
-    from ..bench.lengths import sequences
+    from ..explain.lengths import sequences
 
     return sequences(lengths)
 
@@ -116,19 +116,19 @@ def explain(
         raise click.UsageError("--dtype fp8 is of forwards, without --cache and --png")
     with in_words():
         if options["dtype"] in FP8:
-            from ..bench.explain_fp8 import explain_fp8
+            from ..explain.fp8 import explain_fp8
 
             page = importlib.import_module(f"{__package__}.explain_fp8")
             options.pop("deterministic")
             found = explain_fp8(shape_of(**options), target, card, backend)
         elif has_cache:
-            from ..bench.explain_cache import explain_cache
+            from ..explain.cache import explain_cache
             from . import explain_cache as page
 
             of = page.step_of(options, page_size, FEATURES)
             found = explain_cache(of, target, card, split_size, backend, with_compiler)
         else:
-            from ..bench.explain import explain as explained
+            from ..explain.dense import explain as explained
 
             page, deterministic = sys.modules[__name__], options.pop("deterministic")
             shape = shape_of(**options)
@@ -168,8 +168,8 @@ def picture_of(found) -> tuple:
 
 def machine_of(target: str | None, gpu: str | None):
     """The target and the card that are asked for, or those of this machine, or an H200."""
-    from ..bench.cards import CARDS, card_for, card_here
-    from ..bench.explain import CPU
+    from ..explain.cards import CARDS, card_for, card_here
+    from ..explain.dense import CPU
 
     if gpu is not None and gpu.lower() not in CARDS:
         raise click.UsageError(f"--gpu {gpu!r} is unknown: {', '.join(CARDS)}")
@@ -192,8 +192,8 @@ def shape_of(
     direction, dtype, batch, seqlen, seqlen_k, heads, kv_heads, headdim, headdim_v, **options
 ):
     """The shape that the options ask for; UsageError where there is none such."""
-    from ..bench.modifiers import NAMES
-    from ..bench.shapes import Shape
+    from ..explain.modifiers import NAMES
+    from ..explain.shapes import Shape
 
     kv_heads, headdim_v, seqlen = kv_heads or heads, headdim_v or headdim, seqlen or 4096
     lengths, modifier = options["lengths"] or "", options["modifier"]
@@ -203,8 +203,8 @@ def shape_of(
         raise click.UsageError("--window lies before a causal diagonal: --causal")
     if modifier and modifier not in NAMES:
         raise click.UsageError(f"--modifier {modifier!r} is unknown: {', '.join(NAMES)}")
-    others = lengths or options["causal"] or any(options[name] for name in SCORES)
-    if modifier and (others or seqlen_k not in (None, seqlen)):
+    other_features = lengths or options["causal"] or any(options[name] for name in SCORES)
+    if modifier and (other_features or seqlen_k not in (None, seqlen)):
         raise click.UsageError("--modifier takes no other feature and equal lengths")
     if lengths:
         seqlens = _sequences(lengths)

@@ -23,7 +23,7 @@ TILES = LAUNCH.index("tiles")
 
 def step_of(options: dict, page_size: int | None, features: tuple[str, ...]):
     """The step that the options ask for: its queries are `--seqlen`, 1 by default."""
-    from ..bench.caches import decode
+    from ..explain.steps import decode
 
     if any(options[name] for name in features) or options["direction"] != "fwd":
         raise click.UsageError("--cache is a forward, and goes with no other feature here")

@@ -59,7 +59,7 @@ def machine() -> list[Line]:
     import torch
 
     from .. import __version__
-    from ..bench.row import commit, cpu_name, driver_version, triton_version
+    from ..explain.machine import commit, cpu_name, driver_version, triton_version
 
     section, card = "machine", gpu()
     lines = [
@@ -125,7 +125,7 @@ def fp8(section: str, device: str) -> Line:
     for name in dispatch.BACKENDS:
         reason = dispatch.ask_fp8(name, problem, on, torch.bfloat16)
         if reason is None:
-            from ..bench.explain_fp8 import products_of
+            from ..explain.fp8 import products_of
 
             target = "cpu"
             if on.type == "cuda":

@@ -45,7 +45,7 @@ def describe_machine(device: str, dtype=None) -> str:
     import torch
 
     from .. import __version__
-    from ..bench.row import cpu_name, triton_version
+    from ..explain.machine import cpu_name, triton_version
 
     backend = chosen_backend(device, dtype or torch.float32)
     name = torch.cuda.get_device_name(device) if device.startswith("cuda") else cpu_name()
@@ -75,7 +75,7 @@ def python_headers() -> Answer:
 @functools.cache
 def nvidia_smi_sees_a_gpu() -> bool:
     """Whether the driver knows a GPU, whatever torch thinks."""
-    from ..bench.row import driver_version
+    from ..explain.machine import driver_version
 
     return driver_version() != "unknown"
 

@@ -178,7 +178,7 @@ class LengthSets(click.ParamType):
     name = "sets"
 
     def convert(self, value, param, ctx) -> tuple[str, ...]:
-        from ..bench.lengths import SETS
+        from ..explain.lengths import SETS
 
         if isinstance(value, tuple):
             return value

@@ -32,7 +32,7 @@ def tune(headdim: tuple[int, ...], dtype: str, seqlen: int, dry_run: bool, as_js
     if not torch.cuda.is_available():
         click.echo("tilewise tune: no CUDA or ROCm GPU here, so there is nothing to time", err=True)
         raise SystemExit(Exit.NO_GPU)
-    from ..bench.tune import Workload, search
+    from ..explain.workload import Workload, sweep
     from ..tuning.select import add_measured
 
     device = torch.device("cuda", torch.cuda.current_device())
@@ -42,7 +42,7 @@ def tune(headdim: tuple[int, ...], dtype: str, seqlen: int, dry_run: bool, as_js
     ]
     screen = console(as_json)
     steps = track(works, "measuring", console=screen, disable=as_json)
-    found = [row for work in steps for row in search(work, device)]
+    found = [row for work in steps for row in sweep(work, device)]
     if as_json:
         for row in found:
             click.echo(json.dumps({**row._asdict(), "key": row.key._asdict()}))

@@ -1,0 +1,1 @@
+"""Programs that use tilewise, run from a clone."""

@@ -1,0 +1,1 @@
+"""`python -m examples.generate`: a Llama served from a paged cache, with continuous batching."""

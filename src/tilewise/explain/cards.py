@@ -1,0 +1,126 @@
+"""What GPUs can do at most: the roofs that a kernel runs into, and what one SM holds.
+
+Peaks are the vendors' (dense, no sparsity), by bits of an element; 32 is exact fp32, without tensor
+cores. `measured` is what a large matmul and a plain read reached here, where that was recorded.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+import torch
+
+from ..hardware import REGISTERS, RESERVED, SHARED_MEMORY
+
+
+class Roof(NamedTuple):
+    """TFLOP/s and TB/s, and where they are from."""
+
+    tflops: float
+    bandwidth: float
+    source: str
+
+    @property
+    def ridge(self) -> float:
+        """FLOPs a byte from which on arithmetic is the limit."""
+        return self.tflops / self.bandwidth
+
+    def milliseconds(self, flops: float, nbytes: float) -> float:
+        """The least time of so much work."""
+        return max(flops / self.tflops, nbytes / self.bandwidth) / 1e9
+
+
+class Sm(NamedTuple):
+    """What one multiprocessor shares out among programs."""
+
+    warps: int
+    programs: int
+    shared_memory: int  # bytes, of which each program costs RESERVED more than it asks for
+    registers: int = REGISTERS
+
+
+class Card(NamedTuple):
+    """A GPU by its short name."""
+
+    name: str
+    target: str  # as `tilewise.testing.build` calls it
+    sms: int
+    tflops_16: float
+    tflops_32: float
+    bandwidth: float  # TB/s
+    measured: Roof | None = None
+
+    def roof(self, bits: int) -> Roof:
+        """The measured one where there is one for this width, else the vendor's."""
+        if bits == 16 and self.measured is not None:
+            return self.measured
+        return Roof(self.tflops_16 if bits == 16 else self.tflops_32, self.bandwidth, "datasheet")
+
+
+# CUDA programming guide, technical specifications by compute capability
+SMS = {
+    target: Sm(warps, programs, SHARED_MEMORY[target] + RESERVED)
+    for target, warps, programs in (
+        ("sm80", 64, 32),
+        ("sm89", 48, 24),
+        ("sm90", 64, 32),
+        ("sm100", 64, 32),
+        ("sm120", 48, 24),
+    )
+}
+# bf16 matmul of 8192^3 at its best (695 to 744 in several runs), and a plain read of 4 GiB
+_H200 = Roof(744.0, 4.42, "measured on an H200: matmul of 8192^3 in bf16, a plain read")
+CARDS = {
+    card.name: card
+    for card in (
+        Card("h200", "sm90", 132, 989.0, 67.0, 4.8, _H200),
+        Card("h100", "sm90", 132, 989.0, 67.0, 3.35),
+        Card("a100", "sm80", 108, 312.0, 19.5, 2.04),
+        Card("a100-40gb", "sm80", 108, 312.0, 19.5, 1.56),
+        Card("rtx4090", "sm89", 128, 165.0, 82.6, 1.01),
+        Card("rtx5090", "sm120", 170, 209.5, 104.8, 1.79),
+        Card("b200", "sm100", 148, 2250.0, 75.0, 8.0),
+        Card("mi300x", "gfx942", 304, 1307.0, 163.4, 5.3),
+        Card("mi355x", "gfx950", 256, 2516.0, 157.3, 8.0),
+    )
+}
+
+
+def card_for(target: str) -> Card:
+    """The first card of a target."""
+    return next(card for card in CARDS.values() if card.target == target)
+
+
+def card_here() -> Card | None:
+    """The GPU of this machine with its own number of SMs, if its kind is known."""
+    if not torch.cuda.is_available():
+        return None
+    properties = torch.cuda.get_device_properties(0)
+    name = "".join(properties.name.lower().split())
+    names = sorted((card for card in CARDS if card in name), key=len)
+    if not names:
+        return None
+    return CARDS[names[-1]]._replace(sms=properties.multi_processor_count)
+
+
+def cpu_roof(dtype: torch.dtype, size: int = 1024, nbytes: int = 64 << 20) -> Roof:
+    """The roof of this CPU, measured in a fraction of a second: the best of three of a matmul and a
+    copy.
+    """
+    x = torch.randn(size, size).to(dtype)
+    source = torch.zeros(nbytes, dtype=torch.uint8)
+    target = torch.empty_like(source)
+
+    def best(call) -> float:
+        times = []
+        for _ in range(4):
+            start = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - start)
+        return min(times[1:])
+
+    tflops = 2 * size**3 / best(lambda: x @ x) / 1e12
+    bandwidth = 2 * nbytes / best(lambda: target.copy_(source)) / 1e12
+    name = str(dtype).removeprefix("torch.")
+    return Roof(tflops, bandwidth, f"measured now: matmul of {size}^3 in {name}, a copy")

@@ -1,0 +1,231 @@
+"""The launches of a call on a GPU that need not be there: which kernel in which tiles, how many
+programs, and what the compiler makes of it.
+
+Only what tuning selects is repeated here; kernels, tiles and arguments are those of the backends.
+Of the backward the kernels are shown that do its matmuls.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from .call import Call
+from .cards import Card
+from .occupancy import Occupancy, occupancy
+
+
+class Launch(NamedTuple):
+    """A kernel as a call launches it."""
+
+    kernel: str
+    block_m: int
+    block_n: int
+    columns: int  # of K and V together, padded
+    stages: int
+    tiles: int
+    is_persistent: bool  # one program an SM takes tile after tile
+    build: Callable[[], Any]  # compiles it offline
+    pack: int = 1  # query heads that share a tile, and what it reads of K and V
+
+
+class Built(NamedTuple):
+    """What the compiler made of it."""
+
+    registers: int
+    spills: int  # bytes stored a thread
+    shared_memory: int
+    warps: int
+    occupancy: Occupancy | None
+
+    @property
+    def record(self) -> dict:
+        """As JSON takes it."""
+        fits = self.occupancy
+        return {**self._asdict(), "occupancy": fits._asdict() if fits else None}
+
+
+class Waves(NamedTuple):
+    """How tiles spread over a card: `tail` is the share of its time that SMs are busy."""
+
+    at_once: int
+    waves: float
+    tail: float
+
+
+def launch_of(
+    kernel: str, tile: Any, *, stages: int, tiles: int, build: Callable[[], Any]
+) -> Launch:
+    """A launch with the sides of a tile, one program for each tile."""
+    return Launch(
+        kernel=kernel,
+        block_m=tile.BLOCK_M,
+        block_n=tile.BLOCK_N,
+        columns=tile.BLOCK_D + tile.BLOCK_DV,
+        stages=stages,
+        tiles=tiles,
+        is_persistent=False,
+        build=build,
+    )
+
+
+def launches_of(call: Call, backend: str, target: str, passes: tuple[str, ...]) -> list[Launch]:
+    """The launches of these passes; none for a backend without kernels."""
+    launches: list[Launch] = []
+    for direction in passes:
+        if backend == "hopper":
+            launches.append(_hopper_forward(call) if direction == "fwd" else _hopper_backward(call))
+        elif backend == "portable":
+            launches += _portable(call, target, direction)
+    return launches
+
+
+def built_of(compiled: Any, target: str) -> Built:
+    """What a kernel from `tilewise.testing.build` needs."""
+    from ..testing import stats
+
+    figures = stats(compiled)
+    if "registers" not in figures:  # AMD: one file of vector registers and accumulators
+        registers, spills, fits = figures["vgpr_count"], figures["vgpr_spill_count"] * 4, None
+    else:
+        registers, spills = figures["registers"], figures["spill_stores"]
+        fits = occupancy(target, registers, figures["smem"], figures["warps"])
+    return Built(registers, spills, figures["smem"], figures["warps"], fits)
+
+
+def waves(launch: Launch, built: Built | None, card: Card | None) -> Waves:
+    """Tiles over the programs that run at once; one an SM where no compiler said more, one by one
+    without a card.
+    """
+    per_sm = 1
+    if built is not None and built.occupancy is not None and not launch.is_persistent:
+        per_sm = max(1, built.occupancy.programs)
+    at_once = 1 if card is None else card.sms * per_sm
+    count = launch.tiles / at_once
+    return Waves(at_once, count, count / max(1, math.ceil(count)))
+
+
+def portable_plans(call: Call, direction: str) -> list:
+    """The portable backend's plans, without what only a launch needs."""
+    from ..kernels.common.outputs import empty_grads, empty_out
+    from ..kernels.portable import launch
+
+    problem, q, k, v, extras, scalars = call
+    out, lse = empty_out(problem, q)
+    if direction == "fwd":
+        return [launch.plan_forward(problem, q, k, v, out, lse, extras, scalars)]
+    grads = empty_grads(problem, q, k, v, extras)
+    stats = lse, torch.empty_like(lse), None
+    return list(launch.plan_backward(problem, out, q, k, v, stats, grads, extras, scalars))
+
+
+def config_on(plan, target: str):
+    """What the shipped tables say of a plan on such a GPU."""
+    from ..tuning.select import override, select
+
+    key = plan.key()._replace(arch=target)
+    with override(**{key.kernel: select(key, torch.device("cpu"))}):
+        return plan.config()
+
+
+def build_plan(plan, config, target: str) -> Any:
+    """A plan compiled offline in a configuration."""
+    from ..kernels.common.arguments import features_of
+    from ..testing import build
+
+    constants = dict(FEATURES=features_of(plan.problem), TILE=plan.tile(config, target))
+    options = dict(num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=True)
+    return build(plan.kernel, *plan.args, on=target, **constants, **options)
+
+
+def _portable(call: Call, target: str, direction: str) -> list[Launch]:
+    launches = []
+    for plan in portable_plans(call, direction):
+        config = config_on(plan, target)
+        tile = plan.tile(config, target)
+        build = functools.partial(build_plan, plan, config, target)
+        name, tiles = f"attn_{plan.name}_kernel", plan.programs(tile)
+        launches.append(launch_of(name, tile, stages=config.num_stages, tiles=tiles, build=build))
+    return launches
+
+
+def _hopper_forward(call: Call) -> Launch:
+    from ..kernels.common.outputs import empty_out
+    from ..kernels.hopper.descriptors import checked
+    from ..kernels.hopper.fwd import launch as fwd_launch
+    from ..kernels.hopper.padded import is_flat, is_padded
+    from ..testing import build
+
+    problem, q, k, v, extras, scalars = call
+    flat = is_padded(problem) and is_flat(problem, v)
+    q, k, v = *map(_in_padded_rows, (q, k)), v if flat else _in_padded_rows(v)
+    if problem.has_seqused_k and not problem.is_packed:
+        k, v = fwd_launch.in_steps(k), fwd_launch.in_steps(v)
+    plan = fwd_launch.plan_for(problem, q, extras, flat)
+    extras = fwd_launch.in_pairs(extras, plan)
+    out, lse = empty_out(problem, q)
+    args = fwd_launch.arguments(problem, plan, q, k, v, out, lse, extras, scalars)
+    kernel = fwd_launch.hopper_fwd_kernel
+    constants = dict(FEATURES=plan.features, TILE=plan.tile, num_warps=4)
+    building = functools.partial(build, kernel, *checked(args), on="sm90", **constants)
+    launch = launch_of(
+        "hopper_fwd_kernel",
+        plan.tile,
+        stages=plan.tile.STAGES,
+        tiles=args.queue.tiles,
+        build=building,
+    )
+    return launch._replace(is_persistent=True, pack=plan.tile.PACK)
+
+
+def _hopper_backward(call: Call) -> Launch:
+    from ..kernels.common.arguments import numbers_of, optionals_of, sizes_of
+    from ..kernels.common.bwd_delta import Accumulated
+    from ..kernels.common.outputs import empty_grads, empty_out
+    from ..kernels.hopper.bwd import launch as bwd_launch
+    from ..kernels.hopper.bwd.bias_pairs import target_of
+    from ..kernels.hopper.descriptors import checked
+    from ..kernels.hopper.padded import with_padded_rows
+    from ..problem import Saved
+    from ..testing import build
+
+    problem, q, k, v, extras, scalars = call
+    grads = with_padded_rows(empty_grads(problem, q, k, v, extras))
+    q, k, v = map(_in_padded_rows, (q, k, v))
+    plan, ds = bwd_launch.plan_for(problem, scalars, q, k, v, extras.bias, grads.dbias)
+    groups = optionals_of(extras, problem.mods), sizes_of(q, k, extras), numbers_of(scalars, q, k)
+    out, lse = empty_out(problem, q)
+    dout = _in_padded_rows(out)
+    blocks = bwd_launch.padded_blocks(problem, groups[1])
+    heads, padded = lse.shape[:2], blocks * bwd_launch.ROWS
+    dq = torch.empty(*heads, padded, plan.tile.BLOCK_D)
+    turns = torch.empty(*heads, blocks, 2, dtype=torch.int32) if plan.tile.ORDERED else None
+    accumulated: Any = Accumulated  # of pointers in a kernel, of tensors here
+    added = accumulated(dq, torch.empty(*heads, 2, padded), padded, 1.0), turns
+    ds = None if ds is None else torch.empty(ds, dtype=q.dtype, device="meta")
+    pairs = extras.bias, target_of(plan, grads, ds)
+    saved = Saved(dout, None, q, k, v, dout, lse)
+    args = bwd_launch.arguments(problem, plan, saved, added, grads, pairs, groups)
+    kernel = bwd_launch.hopper_bwd_kernel
+    constants = dict(FEATURES=plan.features, TILE=plan.tile, num_warps=4)
+    building = functools.partial(build, kernel, *checked(args), on="sm90", **constants)
+    launch = launch_of(
+        "hopper_bwd_kernel",
+        plan.tile,
+        stages=2,  # for blocks of queries
+        tiles=args.queue.tiles,
+        build=building,
+    )
+    return launch._replace(is_persistent=True)
+
+
+def _in_padded_rows(x: torch.Tensor) -> torch.Tensor:
+    """Memory as the kernel reads it: a copy, where rows are no whole number of 16 bytes."""
+    from ..kernels.common.arguments import aligned
+    from ..kernels.hopper.padded import padded_width
+
+    return x if aligned(x) else x.new_empty(*x.shape[:-1], padded_width(x.shape[-1]))

@@ -1,0 +1,135 @@
+"""A step of decoding: the last queries of sequences, and the KV cache that they attend to."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from .lengths import sequences
+
+INT32 = torch.int32
+BY_ROW = ":row"
+DTYPES = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}
+KINDS = tuple(
+    name + suffix for name in DTYPES for suffix in ("", BY_ROW)
+)  # a scale a head, or a row
+
+
+class Decode(NamedTuple):
+    """A step of decoding: `seqlen_q` queries of each sequence, the last ones, beside its keys.
+
+    `page_size` 0 is a cache without pages. `lengths` are those of a ragged batch; its seqlen_k is
+    the longest. `cache` is "" for keys and values of `dtype`; else it is one of KINDS, of 8 bits.
+    `chunk` is how many queries the last sequence has, of a prompt that comes in chunks; -1: as many
+    as the others. With one, queries are packed.
+    """
+
+    direction: str  # "decode"
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    nheads: int
+    nheads_k: int
+    headdim: int
+    headdim_v: int
+    causal: bool  # bottom-right
+    dtype: str
+    page_size: int = 0
+    lengths: str = ""
+    cache: str = ""
+    chunk: int = -1
+    split_size: int = 0  # of ours; 0: none is asked for
+
+    @property
+    def queries(self) -> tuple[int, ...]:
+        """How many queries each sequence has."""
+        last = self.seqlen_q if self.chunk < 0 else self.chunk
+        return (self.seqlen_q,) * (self.batch - 1) + (last,)
+
+    @property
+    def sequences(self) -> tuple[int, ...]:
+        """How many keys each sequence has."""
+        return sequences(self.lengths) if self.lengths else (self.seqlen_k,) * self.batch
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the keys and values that queries see, and of their rows' scales."""
+        itemsize = 1 if self.cache else getattr(torch, self.dtype).itemsize
+        row = (self.headdim + self.headdim_v) * itemsize
+        if self.cache.endswith(BY_ROW):
+            row += 2 * torch.float32.itemsize
+        rows = sum(keys for keys, queries in zip(self.sequences, self.queries) if queries)
+        return rows * self.nheads_k * row
+
+    @property
+    def flops(self) -> float:
+        """2 (D + Dv) for each query head and key that it sees."""
+        # Less what the causal mask hides
+        pairs = sum(
+            queries * keys - queries * (queries - 1) // 2
+            for queries, keys in zip(self.queries, self.sequences)
+        )
+        return 2.0 * self.nheads * pairs * (self.headdim + self.headdim_v)
+
+    @property
+    def sizes(self) -> str:
+        """B32 S8192, or of a ragged batch zipf B64 S<=16416."""
+        if self.lengths:
+            return f"{self.lengths} B{self.batch} S<={self.seqlen_k}"
+        return f"B{self.batch} S{self.seqlen_k}"
+
+    def __str__(self) -> str:
+        heads = f"{self.nheads}" + (f":{self.nheads_k}" if self.nheads_k != self.nheads else "")
+        return f"decode {self.sizes} H{heads} D{self.headdim} {self.dtype}"
+
+    @property
+    def pages(self) -> str:
+        """The pages, and the cache where it has 8 bits."""
+        pages = f"page {self.page_size}" if self.page_size else "contiguous"
+        return f"{pages}, {self.cache}" if self.cache else pages
+
+
+def decode(
+    batch: int,
+    seqlen_k: int,
+    heads: tuple[int, int, int],
+    *,
+    lengths: str = "",
+    queries: int = 1,
+    page_size: int = 0,
+    dtype: str = "bfloat16",
+    cache: str = "",
+    chunk: int = -1,
+    split_size: int = 0,
+) -> Decode:
+    """One step; `heads` are nheads, nheads_k, headdim. `lengths` replace batch and seqlen_k."""
+    if lengths:
+        counts = sequences(lengths)
+        batch, seqlen_k = len(counts), max(counts)
+    nheads, nheads_k, headdim = heads
+    step = Decode(
+        direction="decode",
+        batch=batch,
+        seqlen_q=queries,
+        seqlen_k=seqlen_k,
+        nheads=nheads,
+        nheads_k=nheads_k,
+        headdim=headdim,
+        headdim_v=headdim,
+        causal=True,
+        dtype=dtype,
+        page_size=page_size,
+        lengths=lengths,
+        cache=cache,
+        chunk=chunk,
+        split_size=split_size,
+    )
+    if cache and cache not in KINDS:
+        raise ValueError(f"cache {cache!r} is none of {', '.join(KINDS)}")
+    for count, keys in zip(step.queries, step.sequences):
+        if count > keys:
+            raise ValueError(f"{count} queries are more than a sequence of {keys}")
+    if not sum(step.queries):
+        raise ValueError("no sequence has a query")
+    return step
