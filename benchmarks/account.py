@@ -13,7 +13,7 @@ import click
 import torch
 
 from tilewise import dispatch
-from tilewise.cli.options import DTYPES, OneInt, pass_option, together
+from tilewise.cli.options import DTYPES, OneInt, together
 from tilewise.cli.picture import Axes
 from tilewise.cli.tables import console, digits, table
 from tilewise.explain.call import call_of
@@ -24,12 +24,19 @@ from tilewise.explain.traffic import PASSES, moved
 from tilewise.kernels.cpu import tiles
 from tilewise.tuning.select import architecture
 
-from .bench.commands.options import print_rows, round_options
 from .bench.providers import provider
 from .bench.run import Outcome, Run, run_entries
 from .bench.shapes import SUITES
 from .counters import Counted, Unavailable, count
-from .experiment import fail_if, output_options, progress, sizes_on
+from .options import (
+    fail_if,
+    output_options,
+    pass_option,
+    print_rows,
+    progress,
+    round_options,
+    sizes_on,
+)
 from .pictures import bars
 from .steps import standard_steps
 

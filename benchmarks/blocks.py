@@ -26,12 +26,11 @@ from tilewise.explain.shapes import Shape
 from tilewise.tuning.config import Config
 from tilewise.tuning.select import architecture, override
 
-from .bench.commands.options import print_rows, round_options
 from .bench.providers import provider
 from .bench.row import Row, append, stamp
 from .bench.run import Outcome, Ready, Stage, time_ready
 from .bench.shapes import square
-from .experiment import fail_if, output_options, progress
+from .options import fail_if, output_options, print_rows, progress, round_options
 from .pictures import bars
 
 KERNELS = {"fwd": "fwd", "bwd_dkdv": "bwd", "bwd_dq": "bwd"}  # and the pass each is timed in

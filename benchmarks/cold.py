@@ -24,12 +24,11 @@ from tilewise.cli.picture import Axes
 from tilewise.cli.tables import console, digits, table
 from tilewise.explain.shapes import Shape
 
-from .bench.commands.options import print_rows
 from .bench.providers import provider
 from .bench.row import Row, append, stamp
 from .bench.run import Outcome, Stage
 from .bench.shapes import square
-from .experiment import output_options, progress
+from .options import output_options, print_rows, progress
 from .pictures import bars
 
 PASSES = ("fwd", "bwd")

@@ -12,7 +12,7 @@ from tilewise.cli.tables import FAIL, OK, STYLES, console, table
 
 from .bench.standings import mean_of
 from .changes import Change, Choice, Comparison, changes_between, rule
-from .experiment import fail_if
+from .options import fail_if
 from .sides import Side, read
 
 NUMBERS = ("A", "B", "change")

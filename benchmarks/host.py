@@ -17,17 +17,25 @@ import click
 import torch
 
 from tilewise.cli.explain_tables import plain
-from tilewise.cli.options import DTYPES, HeadList, NameList, OneInt
+from tilewise.cli.options import DTYPES, NameList, OneInt
 from tilewise.cli.picture import Axes
 from tilewise.cli.tables import console, table
 from tilewise.explain.shapes import Shape
 
-from .bench.commands.options import print_rows, providers_of, round_options
+from .bench.graphs import Replayed
 from .bench.providers import Attend, Provider
 from .bench.row import append, stamp
 from .bench.run import Outcome, Ready, Stage, time_ready
 from .bench.timer import HostClock, one_thread
-from .experiment import fail_if, output_options, sizes_on
+from .options import (
+    HeadList,
+    fail_if,
+    output_options,
+    print_rows,
+    providers_of,
+    round_options,
+    sizes_on,
+)
 from .pictures import bars
 
 MODES = {
@@ -160,34 +168,19 @@ def _compiled(attend: Attend) -> Attend:
     return torch.compile(attend, dynamic=False, fullgraph=True)
 
 
-class Captured:
+def _captured(attend: Attend) -> Attend:
     """A call that is captured the first time, for the tensors of that time, and then replayed."""
+    graphs: list[Replayed] = []
 
-    def __init__(self, attend: Attend) -> None:
-        self.attend = attend
-        self.graph: torch.cuda.CUDAGraph | None = None
-        self.held: tuple = ()  # the tensors that the graph reads and writes
+    def replay(*arguments: torch.Tensor) -> torch.Tensor:
+        if not graphs:
+            graphs.append(Replayed([lambda: attend(*arguments)]))
+        return graphs[0]()[0]
 
-    def __call__(self, *arguments: torch.Tensor) -> torch.Tensor:
-        graph = self._capture(arguments) if self.graph is None else self.graph
-        graph.replay()
-        return self.held[-1]
-
-    def _capture(self, arguments: tuple[torch.Tensor, ...]) -> torch.cuda.CUDAGraph:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):  # compiles, and allocates what is kept
-                self.attend(*arguments)
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = self.attend(*arguments)
-        self.graph, self.held = graph, (*arguments, out)
-        return graph
+    return replay
 
 
-WRAPPED: dict[str, Callable[[Attend], Attend]] = {"compile": _compiled, "graph": Captured}
+WRAPPED: dict[str, Callable[[Attend], Attend]] = {"compile": _compiled, "graph": _captured}
 
 
 def show(screen, done: list[Cost], title: str) -> None:

@@ -15,16 +15,24 @@ from typing import NamedTuple
 import click
 import torch
 
-from tilewise.cli.options import DTYPES, HeadList, IntList, NameList, pass_option
+from tilewise.cli.options import DTYPES, IntList, NameList
 from tilewise.cli.picture import Axes
 from tilewise.cli.tables import console, table
 from tilewise.explain.shapes import Shape
 
-from .bench.commands.options import print_rows, providers_of
 from .bench.providers import Provider
 from .bench.row import Row, Stamp
 from .bench.run import Outcome, Run, Stage
-from .experiment import fail_if, output_options, progress, sizes_on
+from .options import (
+    HeadList,
+    fail_if,
+    output_options,
+    pass_option,
+    print_rows,
+    progress,
+    providers_of,
+    sizes_on,
+)
 from .peak import is_out_of_memory, peak_bytes
 from .pictures import lines
 

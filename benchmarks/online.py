@@ -18,7 +18,7 @@ from tilewise.cli.options import DTYPES
 from tilewise.cli.picture import Axes, png_option
 from tilewise.cli.tables import console, digits, error, mark, table
 
-from .experiment import fail_if
+from .options import fail_if
 from .pictures import lines
 
 Tensor = torch.Tensor

@@ -21,17 +21,17 @@ from tilewise.cli.options import IntList, NameList
 from tilewise.testing import tolerance
 
 from .bench.check import Verdict
-from .bench.commands.options import (
+from .bench.run import Outcome, Ready, Run, reason_of, time_ready
+from .bench.standings import standings, summary
+from .bench.sustained import plan_for
+from .bench.table import table_of
+from .options import (
     check_span,
     conclude,
     run_options,
     show_with,
     sustained_options,
 )
-from .bench.run import Outcome, Ready, Run, reason_of, time_ready
-from .bench.standings import standings, summary
-from .bench.sustained import plan_for
-from .bench.table import table_of
 
 Tensor = torch.Tensor
 Multiply = Callable[[Tensor, Tensor], Tensor]

@@ -14,19 +14,28 @@ from typing import NamedTuple
 
 import click
 
-from tilewise.cli.options import DTYPES, HeadList, IntList, NameList, OneInt, pass_option
+from tilewise.cli.options import DTYPES, IntList, NameList, OneInt
 from tilewise.cli.picture import Axes
 from tilewise.cli.tables import console, digits, table
 from tilewise.explain.modifiers import DROPOUT_P
 from tilewise.explain.shapes import Shape
 
-from .bench.commands.options import print_rows, providers_of, round_options
 from .bench.providers import PROVIDERS, Provider, standard_attention
 from .bench.row import Stamp
 from .bench.run import Outcome, Ready, Run, Stage, call_of, time_ready
 from .bench.timer import Spread
-from .experiment import fail_if, output_options, progress, sizes_on
 from .memory import input_bytes
+from .options import (
+    HeadList,
+    fail_if,
+    output_options,
+    pass_option,
+    print_rows,
+    progress,
+    providers_of,
+    round_options,
+    sizes_on,
+)
 from .peak import is_out_of_memory, peak_bytes
 from .pictures import lines
 

@@ -34,13 +34,13 @@ from .caches import (
 from .check import Verdict
 from .decode_table import lines_of
 from .decoders import Absent, Decoder
+from .graphs import Replayed
 from .row import Row, Stamp
 from .run import Outcome, Run, reason_of
 from .timer import CallFailed, Clock, CudaClock, HostClock, Spread, cpu_clock, time_interleaved
 
 Tensor = torch.Tensor
 COLD = ("rotate", "flush")
-WARM_UP = 3  # calls before a capture: they compile, and allocate what is kept
 
 
 class Plan(NamedTuple):
@@ -164,25 +164,6 @@ def judge(of: Decode, outs: Iterable[Tensor], expected: list[Truth], is_ours: bo
             verdicts.append(Verdict(f"out: {held}", held.max_error, held.max_bound, passes))
     failed = [verdict for verdict in verdicts if not verdict.passes]
     return max(failed or verdicts, key=lambda one: one.max_error / (one.bound or 1))
-
-
-class Replayed:
-    """A CUDA graph of several calls."""
-
-    def __init__(self, calls: Sequence[Callable[[], Tensor]]) -> None:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(WARM_UP):
-                calls[0]()
-        torch.cuda.current_stream().wait_stream(stream)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self.outs = [call() for call in calls]
-
-    def __call__(self) -> list[Tensor]:
-        self.graph.replay()
-        return self.outs
 
 
 def ready(of: Decode, decoder: Decoder, stage: Stage) -> Ready | Outcome[Decode]:

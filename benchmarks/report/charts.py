@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..roofline import Peak
+from tilewise.explain.cards import Roof
+
 from .page import length, number
 from .svg import Axis, Box, drawing, line, mark, path, round_ticks, spaced, style_of, swatch, text
 
@@ -108,7 +109,7 @@ class Point(NamedTuple):
     tip: str
 
 
-def roofline(points: Sequence[Point], peak: Peak | None, words: str, narrow: bool = False) -> str:
+def roofline(points: Sequence[Point], peak: Roof | None, words: str, narrow: bool = False) -> str:
     """Every row by its FLOPs a byte and its rate, under what the device can do."""
     box = Box.of(*((420, 380) if narrow else (1000, 460)), (48, 14, 26, 44))
     rates = [point.tflops for point in points]
@@ -141,11 +142,11 @@ def roofline(points: Sequence[Point], peak: Peak | None, words: str, narrow: boo
     return drawing(box, parts, words)
 
 
-def _roof(peak: Peak, across: Axis, up: Axis, box: Box) -> list[str]:
-    left = max(across.low, up.low / peak.tb_per_s)
-    corners = [(left, peak.roof(left)), (peak.ridge, peak.tflops), (across.high, peak.tflops)]
+def _roof(peak: Roof, across: Axis, up: Axis, box: Box) -> list[str]:
+    left = max(across.low, up.low / peak.bandwidth)
+    corners = [(left, peak.most(left)), (peak.ridge, peak.tflops), (across.high, peak.tflops)]
     at = [(across(x), up(y)) for x, y in corners if x >= left]
-    said = f"{peak.tflops:.0f} TFLOP/s, {peak.tb_per_s:g} TB/s"
+    said = f"{peak.tflops:.0f} TFLOP/s, {peak.bandwidth:g} TB/s"
     return [path(at, "roof"), text(box.right - 2, up(peak.tflops) - 7, said, "end roofed")]
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from tilewise.explain.cards import Roof, card_named
 from tilewise.explain.shapes import Shape
 
 from ..bench.standings import BEST_OF, Standing
 from ..bench.ways import FLUSHED, SUSTAINED
-from ..roofline import HALVES, bytes_of, peak_of
+from ..roofline import HALVES, bytes_of
 from . import charts
 from .evidence import (
     BEST,
@@ -150,6 +151,12 @@ def _first(evidence: Evidence) -> dict[Group, list[Timing]]:
     return next(filter(None, found), {})
 
 
+def roof_of(device: str) -> Roof | None:
+    """What the maker of a device states, None for one that is not listed."""
+    card = card_named(device)
+    return None if card is None else Roof(card.tflops_16, card.bandwidth, "datasheet")
+
+
 def roofline(evidence: Evidence) -> Section:
     """Every row that counts, by FLOPs a byte; a chart a device."""
     blocks: list = [
@@ -173,7 +180,7 @@ def roofline(evidence: Evidence) -> Section:
 
 
 def _roofline_of(device: str, entries: Sequence[Entry]) -> Chart:
-    peak = peak_of(device)
+    peak = roof_of(device)
     points = [
         charts.Point(
             entry.row.provider,
@@ -195,7 +202,7 @@ def _roofline_of(device: str, entries: Sequence[Entry]) -> Chart:
 
 
 def _shares(device: str, entries: Sequence[Entry]) -> list[list]:
-    peak = peak_of(device)
+    peak = roof_of(device)
     halves = [entry for entry in entries if entry.shape.dtype in HALVES and entry.tflops > 0]
     rising = sorted(halves, key=lambda entry: entry.tflops)
     best = {(entry.shape.direction, entry.row.provider): entry for entry in rising}

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tilewise.cli.options import DTYPES, HeadList, IntList, Known, LengthSets, NameList, OneInt
+from tilewise.cli.options import DTYPES, IntList, Known, NameList, OneInt
 
-from .options import conclude, run_options, show_with
+from ...options import HeadList, LengthSets, conclude, run_options, show_with
 
 if TYPE_CHECKING:
     from ..decoders import Decoder

@@ -6,7 +6,7 @@ import click
 
 from tilewise.cli.options import DIRECTIONS, DTYPES, FP8, IntList, Known
 
-from .options import (
+from ...options import (
     MASKS,
     SCORES,
     check_span,

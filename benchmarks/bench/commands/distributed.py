@@ -6,9 +6,9 @@ from typing import Any
 
 import click
 
-from tilewise.cli.options import DTYPES, HeadList, IntList, NameList, pass_option
+from tilewise.cli.options import DTYPES, IntList, NameList
 
-from .options import MASKS, conclude, run_options, show_with
+from ...options import MASKS, HeadList, conclude, pass_option, run_options, show_with
 
 GPU = dict(tokens=(8192, 16384, 65536), heads=((32, 8, 128),), dtype="bf16")
 CPU = dict(tokens=(64,), heads=((4, 2, 16),), dtype="fp32")

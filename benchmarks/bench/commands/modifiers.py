@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import click
 
-from tilewise.cli.options import DTYPES, HeadList, IntList, NameList, pass_option
+from tilewise.cli.options import DTYPES, IntList, NameList
 
-from .options import conclude, our_options, providers_of, run_options, show_with
+from ...options import (
+    HeadList,
+    conclude,
+    our_options,
+    pass_option,
+    providers_of,
+    run_options,
+    show_with,
+)
 
 QUICK = dict(seqlens=(256,), tokens=(512,), heads=((2, 2, 32),))
 

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import click
 
-from tilewise.cli.options import DTYPES, HeadList, LengthSets, pass_option
+from tilewise.cli.options import DTYPES
 
-from .dense import compare, split_off, with_features
-from .options import (
+from ...options import (
     MASKS,
     SCORES,
+    HeadList,
+    LengthSets,
     energy_option,
     feature_options,
     our_options,
+    pass_option,
     providers,
     run_options,
     sustained_options,
 )
+from .dense import compare, split_off, with_features
 
 
 @click.command()

@@ -85,21 +85,6 @@ class OneInt(IntList):
             self.fail(f"{value!r} is not one number such as 512 or 4k", param, ctx)
 
 
-class HeadList(Listed):
-    """`16x128,32:8x128`: query heads, their key heads where these are fewer, headdim."""
-
-    name = "heads"
-    such = "such as 16x128,32:8x128 (query:key heads x headdim)"
-
-    def read(self, text: str) -> tuple[int, int, int]:
-        heads, headdim = text.split("x")
-        nheads, _, nheads_k = heads.partition(":")
-        found = int(nheads), int(nheads_k or nheads), int(headdim)
-        if min(found) < 1 or found[0] % found[1]:
-            raise ValueError(text)
-        return found
-
-
 class Known(click.ParamType):
     """Text that `check` takes: the message of its KeyError or ValueError says why it does not."""
 
@@ -172,26 +157,6 @@ class NewFile(click.Path):
         return path
 
 
-class LengthSets(click.ParamType):
-    """Names of sets of lengths, or one set as numbers: `zipf,equal512` or `160,300`."""
-
-    name = "sets"
-
-    def convert(self, value, param, ctx) -> tuple[str, ...]:
-        from ..explain.lengths import SETS
-
-        if isinstance(value, tuple):
-            return value
-        parts = NameList().convert(value, param, ctx)
-        if parts and all(part in SETS for part in parts):
-            return parts
-        try:
-            numbers = IntList().convert(value, param, ctx)
-        except click.BadParameter:
-            self.fail(f"{value!r} is neither sets ({', '.join(SETS)}) nor one as 160,300 or 1k,4k")
-        return (",".join(map(str, numbers)),)
-
-
 def together(*options: Callable) -> Callable:
     """Options that several commands have, as one decorator."""
 
@@ -225,12 +190,6 @@ backend_option = click.option(
 device_option = click.option(
     "--device", callback=usable, help="cuda or cpu.  [default: the GPU, if there is one]"
 )
-
-
-def pass_option(default: str) -> Callable:
-    """`--pass fwd,bwd`."""
-    names = NameList(lambda: DIRECTIONS, may_be_empty=False)
-    return click.option("--pass", "passes", type=names, default=default, show_default=True)
 
 
 json_option = click.option(

@@ -46,8 +46,7 @@ def roofline(path: str, title: str, roof: Any, points: Mapping[str, float]) -> N
     area.plot([low, roof.ridge, high], [low * roof.bandwidth, roof.tflops, roof.tflops], "k-")
     area.axvline(roof.ridge, color="grey", linestyle=":", label=f"ridge, {roof.ridge:.0f}")
     for (name, at), (marker, _) in zip(points.items(), STYLES * len(points)):
-        top = min(roof.tflops, at * roof.bandwidth)
-        area.plot([at], [top], marker=marker, linestyle="none", label=f"{name}, {at:.0f}")
+        area.plot([at], [roof.most(at)], marker=marker, linestyle="none", label=f"{name}, {at:.0f}")
     save(path, area)
 
 

@@ -26,6 +26,10 @@ class Roof(NamedTuple):
         """FLOPs a byte from which on arithmetic is the limit."""
         return self.tflops / self.bandwidth
 
+    def most(self, intensity: float) -> float:
+        """TFLOP/s at so many FLOPs a byte."""
+        return min(self.tflops, intensity * self.bandwidth)
+
     def milliseconds(self, flops: float, nbytes: float) -> float:
         """The least time of so much work."""
         return max(flops / self.tflops, nbytes / self.bandwidth) / 1e9
@@ -97,11 +101,19 @@ def card_here() -> Card | None:
     if not torch.cuda.is_available():
         return None
     properties = torch.cuda.get_device_properties(0)
-    name = "".join(properties.name.lower().split())
-    names = sorted((card for card in CARDS if card in name), key=len)
-    if not names:
-        return None
-    return CARDS[names[-1]]._replace(sms=properties.multi_processor_count)
+    card = card_named(properties.name)
+    return None if card is None else card._replace(sms=properties.multi_processor_count)
+
+
+def card_named(device: str) -> Card | None:
+    """The card that a driver calls so, if its kind is known.
+
+    >>> card_named("NVIDIA A100-SXM4-40GB").bandwidth
+    1.56
+    """
+    name = "".join(device.lower().split())
+    cards = [card for card in CARDS if all(part in name for part in card.split("-"))]
+    return CARDS[max(cards, key=len)] if cards else None
 
 
 def cpu_roof(dtype: torch.dtype, size: int = 1024, nbytes: int = 64 << 20) -> Roof:

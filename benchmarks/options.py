@@ -1,4 +1,4 @@
-"""Options of commands that time providers, and what they do with the outcomes."""
+"""What commands share: their options, sizes by device, what they do with outcomes, how they end."""
 
 from __future__ import annotations
 
@@ -14,21 +14,59 @@ from tilewise.cli.options import (
     FP8,
     Exit,
     Finite,
+    IntList,
     Known,
+    Listed,
     NameList,
     NewFile,
     device_option,
     together,
 )
+from tilewise.cli.picture import png_option
+from tilewise.explain.lengths import SETS
+from tilewise.explain.shapes import DIRECTIONS
 
 if TYPE_CHECKING:
-    from ..providers import Provider
-    from ..row import Row
-    from ..run import Outcome
+    from .bench.providers import Provider
+    from .bench.row import Row
+    from .bench.run import Outcome
+
+
+class HeadList(Listed):
+    """`16x128,32:8x128`: query heads, their key heads where these are fewer, headdim."""
+
+    name = "heads"
+    such = "such as 16x128,32:8x128 (query:key heads x headdim)"
+
+    def read(self, text: str) -> tuple[int, int, int]:
+        heads, headdim = text.split("x")
+        nheads, _, nheads_k = heads.partition(":")
+        found = int(nheads), int(nheads_k or nheads), int(headdim)
+        if min(found) < 1 or found[0] % found[1]:
+            raise ValueError(text)
+        return found
+
+
+class LengthSets(click.ParamType):
+    """Names of sets of lengths, or one set as numbers: `zipf,equal512` or `160,300`."""
+
+    name = "sets"
+
+    def convert(self, value, param, ctx) -> tuple[str, ...]:
+        if isinstance(value, tuple):
+            return value
+        parts = NameList().convert(value, param, ctx)
+        if parts and all(part in SETS for part in parts):
+            return parts
+        try:
+            numbers = IntList().convert(value, param, ctx)
+        except click.BadParameter:
+            self.fail(f"{value!r} is neither sets ({', '.join(SETS)}) nor one as 160,300 or 1k,4k")
+        return (",".join(map(str, numbers)),)
 
 
 def _provider(name: str) -> Provider:
-    from ..providers import provider
+    from .bench.providers import provider
 
     return provider(name)
 
@@ -94,6 +132,7 @@ row_options = together(
     ),
 )
 run_options = together(round_options, row_options)
+output_options = together(row_options, png_option)
 sustained_options = together(
     click.option(
         "--sustained",
@@ -123,6 +162,12 @@ energy_option = click.option(
 feature_options = together(causal_option, score_options)
 
 
+def pass_option(default: str) -> Callable:
+    """`--pass fwd,bwd`."""
+    names = NameList(lambda: DIRECTIONS, may_be_empty=False)
+    return click.option("--pass", "passes", type=names, default=default, show_default=True)
+
+
 def providers_of(ours: str, against: Sequence[str] = ()) -> list[Provider]:
     """The providers that are timed, ours first."""
     return [_provider(name) for name in (ours, *against)]
@@ -149,4 +194,21 @@ def conclude(
     print_rows((outcome.row for outcome in outcomes), as_json)
     show_with(as_json)("\n" + "\n".join(lines))
     if any(outcome.wrong for outcome in outcomes if outcome.provider in ours):
+        raise SystemExit(Exit.FAILED)
+
+
+def sizes_on(device: str, gpu: dict, cpu: dict, asked: dict) -> dict:
+    """The usual sizes of a GPU or of a CPU, but for what is asked."""
+    usual = gpu if device.startswith("cuda") else cpu
+    return {name: asked.pop(name) or value for name, value in usual.items()}
+
+
+def progress(screen) -> Callable[[str], None]:
+    """Tells what is done meanwhile."""
+    return lambda line: screen.print(line, style="dim")
+
+
+def fail_if(is_wrong: object) -> None:
+    """Exit code 1 where a result of ours is wrong."""
+    if is_wrong:
         raise SystemExit(Exit.FAILED)
