@@ -21,7 +21,7 @@ from tilewise.cli.options import DTYPES, IntList, Listed, OneInt
 from tilewise.cli.picture import Axes
 from tilewise.cli.tables import console, digits, table
 from tilewise.explain.call import call_of
-from tilewise.explain.launches import Built, build_plan, built_of, config_on, portable_plans
+from tilewise.explain.launches import Built, build_launch, built_of, portable_launches
 from tilewise.explain.shapes import Shape
 from tilewise.tuning.config import Config
 from tilewise.tuning.select import architecture, override
@@ -72,11 +72,21 @@ def name_of(config: Config) -> str:
     return f"{config.BLOCK_M}x{config.BLOCK_N} w{config.num_warps} s{config.num_stages}{how}"
 
 
-def plan_of(shape: Shape, kernel: str) -> Any:
-    """The kernel's plan; of a short call, as lengths do not change what is compiled."""
+def launch_of(shape: Shape, kernel: str, target: str, config: Config | None = None) -> Any:
+    """The kernel's launch, by default in the tables' tile; of a short call, as lengths do not
+    change what is compiled.
+    """
     short = shape._replace(batch=1, seqlen_q=1024, seqlen_k=1024)
-    plans = portable_plans(call_of(short), KERNELS[kernel])
-    return next(plan for plan in plans if plan.name == kernel)
+    with override(**({} if config is None else {kernel: config})):
+        launches = portable_launches(call_of(short), target, KERNELS[kernel])
+    return next(x for x in launches if x.kernel.__name__ == f"attn_{kernel}_kernel")
+
+
+def config_of(launch: Any) -> Config:
+    """The configuration of a launch."""
+    tile, how = launch.constants["TILE"], launch.options
+    pipeline = how["num_warps"], how["num_stages"]
+    return Config(tile.BLOCK_M, tile.BLOCK_N, *pipeline, tile.DESCRIPTORS)
 
 
 def compile_all(
@@ -87,11 +97,10 @@ def compile_all(
     show: Callable[[str], None] = print,
 ) -> list[Candidate]:
     """Each configuration compiled for a target, the one that tables choose among them."""
-    plan = plan_of(shape, kernel)
-    usual = config_on(plan, target)
+    usual = config_of(launch_of(shape, kernel, target))
     found = []
     for config in dict.fromkeys([usual, *asked]):
-        built, failed = _build(plan, config, target)
+        built, failed = _build(launch_of(shape, kernel, target, config), target)
         name = name_of(config)
         needs = f"{built.registers} registers, {built.spills} spilled" if built else failed
         show(f"{name}: {needs}")
@@ -99,11 +108,11 @@ def compile_all(
     return found
 
 
-def _build(plan: Any, config: Config, target: str) -> tuple[Built | None, str]:
+def _build(launch: Any, target: str) -> tuple[Built | None, str]:
     from tilewise.testing import SMEM_LIMIT
 
     try:
-        built = built_of(build_plan(plan, config, target), target)
+        built = built_of(build_launch(launch, target), target)
     except Exception as error:  # what does not compile is a result
         return None, f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
     if built.shared_memory > SMEM_LIMIT[target]:

@@ -8,7 +8,7 @@ from benchmarks import blocks
 from benchmarks.bench import load
 from benchmarks.bench.providers import Provider
 from benchmarks.bench.shapes import square
-from benchmarks.blocks import Candidate, compile_all, configs, name_of, plan_of, time_all
+from benchmarks.blocks import Candidate, compile_all, configs, launch_of, name_of, time_all
 from tilewise.testing import use_interpreter
 from tilewise.tuning.config import Config
 from tilewise.tuning.select import is_overridden
@@ -52,24 +52,25 @@ def test_what_does_not_compile_is_a_result(monkeypatch):
     def fail(*asked):
         raise RuntimeError("out of\nshared memory")
 
-    monkeypatch.setattr(blocks, "build_plan", fail)
+    monkeypatch.setattr(blocks, "build_launch", fail)
     done = compile_all(SMALL, "fwd", [Config(32, 32, 4, 2)], "sm80", show=lambda line: None)
     assert [one.failed for one in done] == ["RuntimeError: out of shared memory"] * 2
 
 
-def test_plans_of_each_kernel():
+def test_launches_of_each_kernel():
     for kernel in blocks.KERNELS:
-        assert plan_of(SMALL, kernel).name == kernel
+        launch = launch_of(SMALL, kernel, "sm80")
+        assert launch.kernel.__name__ == f"attn_{kernel}_kernel"
 
 
 @pytest.mark.parametrize("kernel", ["fwd", "bwd_dkdv"])
 def test_tiles_are_checked_and_take_turns(kernel, tmp_path, monkeypatch):
-    from tilewise.kernels.portable import launch
+    from tilewise.kernels.portable.plan import Plan
 
     seen = []
-    real = launch.Plan.tile
+    real = Plan.tile
     spy = lambda plan, config: seen.append((plan.name, config)) or real(plan, config)  # noqa: E731
-    monkeypatch.setattr(launch.Plan, "tile", spy)
+    monkeypatch.setattr(Plan, "tile", spy)
     asked = [candidate(32, 32), candidate(16, 64), candidate(64, 16, failed="spills")]
     file = tmp_path / "rows.jsonl"
     run = dict(device="cpu", rounds=1, round_ms=1.0, save=file)

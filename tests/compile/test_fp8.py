@@ -8,22 +8,21 @@ from unittest import mock
 
 import pytest
 import torch
+from helpers.plans import built
 from helpers.tiers import sample, sample_rows
 
-from tilewise.kernels.common.arguments import features_of
+from tilewise.kernels.common.operand import operands_of
 from tilewise.kernels.common.quantized import (
     FP8,
     TWO_LEVELS,
     WHOLE,
     Lengths,
-    Quantized,
-    Scales,
     columns_of,
     empty_values,
     packed_columns,
 )
 from tilewise.kernels.cpu.quantize import Steps
-from tilewise.kernels.portable import fp8_launch, launch, quantize_launches, quantize_memory
+from tilewise.kernels.portable import fp8_launch, quantize_launches, quantize_memory
 from tilewise.problem import Extras, Scalars, describe
 from tilewise.testing import SMEM_LIMIT, TARGETS, build, stats
 from tilewise.tile.rotary import Rotary
@@ -50,8 +49,8 @@ PRODUCTS = {
 }
 
 
-def plan_of(target, headdim, causal=False, left=-1, softcap=0.0, everything=False, packed=False):
-    """The launch of a call on such a GPU, caught before it runs."""
+def launch_of(target, headdim, causal=False, left=-1, softcap=0.0, everything=False, packed=False):
+    """The launch of a call on such a GPU."""
     rows = (1, BATCH * SEQLEN) if packed else (BATCH, SEQLEN)
     q = torch.empty(*rows, NHEADS, headdim, dtype=FP8)
     k = torch.empty(*rows, NHEADS_K, headdim, dtype=FP8)
@@ -64,29 +63,11 @@ def plan_of(target, headdim, causal=False, left=-1, softcap=0.0, everything=Fals
         extras = Extras(torch.ones(NHEADS), torch.ones(NHEADS), used)
     scalars = Scalars(headdim**-0.5, softcap, left, 0 if causal else -1)
     problem = describe(q, k, k, extras, scalars, "bottom_right", False)
-    scales = Scales(*(torch.ones(BATCH, NHEADS_K) for _ in "qkv"))
+    scales = [torch.ones(BATCH, NHEADS_K) for _ in "qkv"]
     v_mean = torch.ones(BATCH, NHEADS_K, headdim) if everything else None
-    plans = []
-
-    def note(plan):
-        plans.append(plan)
-        return launch.Launched(None, 0, ())
-
-    forward = fp8_launch.prepare_fp8(problem, scalars, torch.bfloat16)
-    with (
-        mock.patch.object(fp8_launch, "run", note),
-        mock.patch.object(fp8_launch, "architecture", lambda device: target),
-    ):
-        forward(Quantized(q, k, v_t, scales, None, v_mean), extras)
-    return plans[0]
-
-
-def compiled(plan, target):
-    with mock.patch.object(launch, "architecture", lambda device: target):
-        config = plan.config()
-    constants = dict(FEATURES=features_of(plan.problem), TILE=plan.tile(config, target))
-    options = dict(num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=True)
-    return build(plan.kernel, *plan.args, on=target, **constants, **options)
+    operands = operands_of(fp8_launch.FIELDS, (q, k, v_t, *scales, v_mean, *extras.tensors))
+    program = fp8_launch.fp8_program(problem, scalars, torch.bfloat16, target, **operands)
+    return program.launches[0]
 
 
 # Bytes a thread on NVIDIA, registers on AMD, by Triton 3.6: nothing with products of 8 bits and a
@@ -96,7 +77,7 @@ SPILLS = 64
 
 
 def check(target, headdim, variant):
-    found = compiled(plan_of(target, headdim, **VARIANTS[variant]), target)
+    found = built(launch_of(target, headdim, **VARIANTS[variant]), target)
     numbers = stats(found)
     assert numbers["smem"] <= SMEM_LIMIT[target], numbers
     spilled = numbers["vgpr_spill_count" if target.startswith("gfx") else "spill_stores"]

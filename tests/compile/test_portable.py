@@ -20,7 +20,7 @@ from helpers.plans import (
 from helpers.tiers import sample, sample_rows
 
 from tilewise.kernels.common import packed
-from tilewise.kernels.common.arguments import features_of
+from tilewise.kernels.common.operand import gaps_in
 from tilewise.testing import SMEM_LIMIT, TARGETS
 from tilewise.tuning.config import SHORT
 from tilewise.tuning.tables import TABLE
@@ -191,20 +191,11 @@ def test_a_kernel_that_makes_descriptors_is_not_launched_past_triton(monkeypatch
     needed = kernel.metadata.global_scratch_size
     assert needed > 0
     monkeypatch.setattr(packed, "driver", Driver(sizes_in(kernel.asm["ptx"])).functions)
-    args = *plan.args, features_of(plan.problem), plan.tile(config, "sm90")
-    row = list(tensors_in(args))
+    args = plan._replace(arch="sm90").configured(config).positional
+    names = list({x.name for x in gaps_in(args)})
     for size in (0, needed):
-        found = packed.packed(launchable(kernel, global_scratch_size=size), 1, args, row, None)
+        found = packed.packed(launchable(kernel, global_scratch_size=size), 1, args, names, None)
         assert (found is None) == (size > 0)
-
-
-def tensors_in(args):
-    """Of nested arguments."""
-    for x in args:
-        if isinstance(x, torch.Tensor):
-            yield x
-        elif isinstance(x, tuple):
-            yield from tensors_in(x)
 
 
 def _everything_else():

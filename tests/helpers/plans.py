@@ -5,10 +5,13 @@ from unittest import mock
 import torch
 
 from tilewise import mods, scores
-from tilewise.kernels.common.arguments import features_of
-from tilewise.kernels.portable import launch
+from tilewise.kernels.common.operand import operands_of
+from tilewise.kernels.common.outputs import empty_out
+from tilewise.kernels.common.program import Launch, fake_args
+from tilewise.kernels.portable import captured_launch, launch
+from tilewise.kernels.portable.plan import Plan
 from tilewise.mods.flatten import modifiers_of
-from tilewise.problem import Extras, Saved, Scalars, describe
+from tilewise.problem import Extras, Scalars, describe
 from tilewise.sparse import create_block_mask
 from tilewise.testing import build, stats
 
@@ -52,15 +55,17 @@ def plans_of(headdim, dtype, headdim_v=0, causal=False, left=-1, softcap=0.0, **
 
     def note(plan):
         plans.append(plan)
-        return launch.Launched(None, 0, ())
+        return Launch(plan.kernel, 0, {}, {}, {})
 
-    with mock.patch.object(launch, "run", note):
-        out, lse = launch.forward(problem, q, k, v, extras, scalars)
-        dlse = torch.empty_like(lse) if tensors else None
-        given = Saved(out, dlse, q, k, v, out, lse), extras, scalars
-        launch.backward(problem, *given)
+    out, lse = empty_out(problem, q)
+    dlse = torch.empty_like(lse) if tensors else None
+    of_forward = operands_of(launch.FORWARD, (q, k, v, *extras.tensors))
+    of_backward = operands_of(launch.BACKWARD, (out, dlse, q, k, v, out, lse, *extras.tensors))
+    with mock.patch.object(Plan, "configured", note):
+        launch.forward_program(problem, scalars, **of_forward)
+        launch.backward_program(problem, scalars, **of_backward)
         if problem.mods.score:
-            launch.captured_grads(problem, *given, [0])
+            captured_launch.captured_program(problem, scalars, [0], **of_backward)
     return {plan.name: plan for plan in plans}
 
 
@@ -80,16 +85,17 @@ def modifiers_asked(tensors):
 
 def config_of(plan, target):
     """What a launch on such a GPU would use."""
-    with mock.patch.object(launch, "architecture", lambda device: target):
-        return plan.config()
+    return plan._replace(arch=target).config()
 
 
 def compiled(plan, target, config=None):
     """The kernel of a launch."""
-    config = config or config_of(plan, target)
-    constants = dict(FEATURES=features_of(plan.problem), TILE=plan.tile(config, target))
-    options = dict(num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=True)
-    return build(plan.kernel, *plan.args, on=target, **constants, **options)
+    return built(plan._replace(arch=target).configured(config), target)
+
+
+def built(launch, target):
+    """A launch compiled for a GPU that need not be there."""
+    return build(launch.kernel, *fake_args(launch), on=target, **launch.constants, **launch.options)
 
 
 def compiled_stats(plan, target, config=None):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers.tiers import sample
 
-from tilewise.kernels.common import building
+from tilewise.kernels.common import building, program
 from tilewise.kernels.portable import launch
 from tilewise.problem import NO_EXTRAS, OPEN, Scalars, describe
 
@@ -80,7 +80,7 @@ def test_a_remedy_stands_beside_the_cause(folder, monkeypatch, name):
     make, remedy = FAILURES[name]
     error = make(folder)
     monkeypatch.setattr(launch, "attn_fwd_kernel", Fails(error))
-    monkeypatch.setattr(launch, "on_device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(program, "on_device", lambda device: contextlib.nullcontext())
     q = torch.randn(1, 8, 2, 16)
     scalars = Scalars(0.25, 0.0, OPEN, OPEN)
     problem = describe(q, q, q, NO_EXTRAS, scalars, "bottom_right", False)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tilewise
-from tilewise.kernels.portable.launch import padded_headdims
+from tilewise.kernels.portable.plan import padded_headdims
 from tilewise.ops import attention as ops
 from tilewise.ops import calls, schema
 from tilewise.problem import Call, Extras, Scalars, describe

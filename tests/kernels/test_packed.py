@@ -10,6 +10,7 @@ import pytest
 from helpers.driver import Driver, run_of
 
 from tilewise.kernels.common import packed as module
+from tilewise.kernels.common.operand import Gap
 from tilewise.kernels.common.packed import MAP_BYTES, Map, packed
 
 INVALID_CONTEXT = 201
@@ -20,9 +21,9 @@ SIGNATURE = {
     "out": "*bf16",
     "TILE": ("constexpr", "constexpr"),
 }
-Q, K, OUT, NONE = object(), object(), object(), None
+Q, K, OUT, NONE = Gap("q"), Gap("k"), Gap("out"), None
 ARGS = (Q, 7, 1), K, 2, 64, 64, 1, (0.5, (-(2**40), NONE)), OUT, (16, 64)
-ROW = Q, K, OUT
+ROW = "q", "k", "out"
 FORMATS = "Q", "i", f"{MAP_BYTES}s", "i", "i", "q", "q", "f", "q", "Q", "Q"  # of what is passed
 PASSED = 7, 2, 64, 64, 1, 0.5, -(2**40), 0  # what stays, in order
 
@@ -109,7 +110,7 @@ def test_other_parameters_are_not_packed(fake, sizes):
 
 
 def test_a_tensor_that_does_not_move_is_not_packed(fake):
-    args = (object(), 7, 1), *ARGS[1:]
+    args = (Gap("other"), 7, 1), *ARGS[1:]
     assert packed(compiled(), 132, args, ROW, None) is None
 
 

@@ -12,7 +12,8 @@ from helpers.tiers import sample, sample_rows
 from tilewise import attention
 from tilewise.kernels import portable
 from tilewise.kernels.common.arguments import fits_descriptor
-from tilewise.kernels.portable import launch
+from tilewise.kernels.portable import launch, plan
+from tilewise.kernels.portable.plan import Plan
 from tilewise.problem import Extras, Grads, Saved, Scalars, describe
 from tilewise.sparse import create_block_mask
 from tilewise.testing import use_interpreter
@@ -48,13 +49,13 @@ def assert_equal(found, expected):
 def tiles(monkeypatch):
     """The tile of every launch, by kernel, as it happens."""
     seen = {}
-    real = launch.run
+    real = Plan.configured
 
-    def run(plan):
+    def planned(plan):
         seen[plan.name] = plan.tile(plan.config())
         return real(plan)
 
-    monkeypatch.setattr(launch, "run", run)
+    monkeypatch.setattr(Plan, "configured", planned)
     return seen
 
 
@@ -104,7 +105,7 @@ IN_CHUNKS = {
 @pytest.mark.parametrize("name", sample(IN_CHUNKS, "blocks", "packed"))
 def test_heads_in_chunks(name, tiles, monkeypatch):
     """As GPUs with little shared memory read wide heads of fp32 in the backward."""
-    monkeypatch.setattr(launch, "architecture", lambda device: "sm89")
+    monkeypatch.setattr(plan, "architecture", lambda device: "sm89")
     records = run_case(IN_CHUNKS[name], backend="portable")
     assert [tiles[kernel].CHUNK for kernel in ("bwd_dkdv", "bwd_dq", "fwd")] == [128, 128, 0]
     assert name != "everything" or tiles["bwd_captured"].CHUNK == 128
@@ -183,6 +184,18 @@ def test_fits_descriptor():
         assert fits_descriptor(torch.empty(2048).as_strided(aligned.shape, strides))
 
 
+class Memory:
+    """A workspace of tensors."""
+
+    def add(self, name, shape, dtype):
+        return torch.empty(shape, dtype=dtype)
+
+
+def run(plan):
+    """Launches a plan of tensors."""
+    plan.configured().start({}, torch.device("cpu"))
+
+
 class Call:
     """One causal call with every tensor, results included, in memory of the test's choice."""
 
@@ -205,13 +218,15 @@ class Call:
         extras, scalars = Extras(), Scalars(0.25, right=0)
         problem = describe(q, k, v, extras, scalars, "bottom_right", False)
         lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), math.nan)
+        saved, work = Saved(dout, None, q, k, v, out, lse), Memory()
         with use_interpreter():
-            launch.run(launch.plan_forward(problem, q, k, v, out, lse, extras, scalars))
-            saved = Saved(dout, None, q, k, v, out, lse)
-            stats = lse, launch.run_delta(problem, saved, extras, False)[0], None
-            plans = launch.plan_backward(problem, dout, q, k, v, stats, grads, extras, scalars)
-            for plan in plans:
-                launch.run(plan)
+            read = dict(q=q, k=k, v=v, out=out, lse=lse)
+            run(launch.plan_forward(problem, scalars, extras, **read))
+            delta = launch.plan_delta(problem, saved, extras, work)
+            run(delta)
+            stats = lse, delta.args["delta"], None
+            for plan in launch.plan_backward(problem, scalars, saved, stats, grads, extras):
+                run(plan)
         return out, lse, *grads[:3]
 
 

@@ -7,44 +7,21 @@ import math
 
 import pytest
 import torch
+from helpers.fake_kernels import Kernel, compiled_for, has_rest, plain, saved_of
 from helpers.looks import CALLS, call_of, counts, packed, starts
-from triton.backends.nvidia.compiler import CUDABackend
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.runtime import jit
 
 from tilewise.kernels.common import relaunch
 from tilewise.kernels.common.relaunch import distinct_views, pattern_of
 from tilewise.kernels.hopper.bwd import launch as bwd_launch
 from tilewise.kernels.hopper.bwd import queue as bwd_queue
 from tilewise.kernels.hopper.bwd import relaunch as bwd_again
-from tilewise.kernels.hopper.descriptors import DescriptorFields
 from tilewise.kernels.hopper.fwd import launch
-from tilewise.kernels.portable import launch as portable
 from tilewise.ops import attention as ops
 from tilewise.ops import calls
 from tilewise.problem import Between, Call, Extras, Saved, Scalars, describe
 from tilewise.tile.types import Optionals
 
 BF16 = torch.bfloat16
-
-
-class Kernel:
-    """A kernel as Triton launches it, and as it is called when it is compiled."""
-
-    function, packed_metadata = "function", "metadata"
-
-    def __init__(self, name, log):
-        self.name, self.log = name, log
-
-    def __getitem__(self, grid):
-        def front(*args, FEATURES, TILE, **options):
-            self.log.append((self.name, "front", grid[0], (*args, FEATURES, TILE)))
-            return self
-
-        return front
-
-    def run(self, x, y, z, stream, function, metadata, *rest):
-        self.log.append((self.name, "again", x, rest[3:]))
 
 
 class Quick:
@@ -58,24 +35,6 @@ class Quick:
 
     def __call__(self, stream, *args):
         self.kernel.log.append((self.kernel.name, "again", self.programs, args))
-
-
-def plain(args):
-    """Arguments as the driver gets them."""
-    found = []
-    for x in args:
-        if isinstance(x, (TensorDescriptor, DescriptorFields)):
-            found += [x.base.data_ptr(), *x.shape, *x.strides]
-        elif isinstance(x, torch.Tensor):
-            found.append(x.data_ptr())
-        else:
-            found.append(plain(x) if isinstance(x, tuple) else x)
-    return tuple(found)
-
-
-def compiled_for(args):
-    """What Triton would compile for."""
-    return [jit.native_specialize_impl(CUDABackend, x, False, True, True) for x in args[:-2]]
 
 
 @pytest.fixture
@@ -154,34 +113,6 @@ def test_forward(log, name):
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_portable_forward(log, name, monkeypatch):
-    monkeypatch.setattr(portable, "attn_fwd_kernel", Kernel("fwd", log))
-    monkeypatch.setattr(portable, "architecture", lambda device: "sm90")
-    monkeypatch.setattr(portable, "empty_out", launch.empty_out)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None)  # the CPU's
-    first, second = call_of(name), call_of(name)
-    one = portable.Forward(*first[:2])
-    for _, _, tensors, extras in (first, second, second):
-        one(*tensors, extras)
-    portable.Forward(*second[:2])(*second[2], second[3])
-    assert [how for _, how, *_ in log] == ["front", "again", "again", "front"]
-    assert plain(log[1][3]) == plain(log[2][3]) == plain(log[3][3])
-    assert log[1][2] == log[3][2]
-    assert compiled_for(log[0][3]) == compiled_for(log[3][3])
-
-
-def has_rest(problem):
-    """Whether a kernel computes what lse has lost."""
-    return problem.has_bias or bool(problem.mods.score)
-
-
-def saved_of(call, dout, dlse=None):
-    _, _, (q, k, v), extras = call
-    out, lse = torch.zeros_like(q), torch.zeros(q.shape[0], q.shape[2], q.shape[1])
-    return Saved(dout, dlse, q, k, v, out, lse), extras
-
-
-@pytest.mark.parametrize("name", CALLS)
 def test_backward(log, name):
     given = []
     for _ in range(2):
@@ -226,46 +157,6 @@ def test_what_is_launched_between_the_kernels_of_a_backward(log):
         grads = back.interleaved(*given, between)
         assert [x[0] for x in log] == order and {x[1] for x in log[::2]} == {how}
         assert found.pop() is grads
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_portable_backward(log, name, monkeypatch):
-    names = "attn_bwd_dkdv_kernel", "attn_bwd_dq_kernel", "attn_bwd_dbias_kernel"
-    for kernel in (*names, "bwd_delta_kernel", "attn_bwd_rest_kernel"):
-        monkeypatch.setattr(portable, kernel, Kernel(kernel, log))
-    monkeypatch.setattr(portable, "architecture", lambda device: "sm90")
-    monkeypatch.setattr(portable, "empty_grads", bwd_launch.empty_grads)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None)  # the CPU's
-    first, second = (call_of(name) for _ in range(2))
-    given = [saved_of(x, torch.randn(x[2][0].shape).to(BF16)) for x in (first, second)]
-    back = portable.Backward(*first[:2])
-    back(*given[0])
-    kernels = len(log)
-    assert kernels == 3 + first[0].has_bias_grad + has_rest(first[0])
-    back(*given[1])
-    portable.Backward(*first[:2])(*given[1])
-    groups = [log[i : i + kernels] for i in range(0, len(log), kernels)]
-    assert [{how for _, how, *_ in x} for x in groups] == [{"front"}, {"again"}, {"front"}]
-    for one, again, front in zip(*groups):
-        assert again[0] == front[0] and again[2] == front[2]
-        assert without_scratch(again) == without_scratch(front)
-        assert compiled_for(one[3]) == compiled_for(front[3])
-
-
-def without_scratch(launched):
-    """Arguments without the addresses of delta, of what lse has lost and of the parts of the
-    gradient of the sinks, which every call allocates.
-    """
-    name, *_, args = launched
-    args = list(args)
-    if name == "bwd_delta_kernel":
-        args[4] = args[7] = None
-    elif name == "attn_bwd_rest_kernel":
-        args[4] = None
-    else:
-        place = next(i for i, x in enumerate(args) if isinstance(x, tuple) and len(x) == 3)
-        args[place] = args[place][0]
-    return plain(tuple(args))
 
 
 def test_backwards_of_one_call_that_look_different(log, monkeypatch):

@@ -109,47 +109,42 @@ def waves(launch: Launch, built: Built | None, card: Card | None) -> Waves:
     return Waves(at_once, count, count / max(1, math.ceil(count)))
 
 
-def portable_plans(call: Call, direction: str) -> list:
-    """The portable backend's plans, without what only a launch needs."""
-    from ..kernels.common.outputs import empty_grads, empty_out
+def portable_launches(call: Call, target: str, direction: str) -> list:
+    """The portable backend's launches of a pass on such a GPU, that of the backward without those
+    before and after its matmuls.
+    """
+    from ..kernels.common.operand import operands_of
+    from ..kernels.common.outputs import empty_out
     from ..kernels.portable import launch
 
     problem, q, k, v, extras, scalars = call
-    out, lse = empty_out(problem, q)
     if direction == "fwd":
-        return [launch.plan_forward(problem, q, k, v, out, lse, extras, scalars)]
-    grads = empty_grads(problem, q, k, v, extras)
-    stats = lse, torch.empty_like(lse), None
-    return list(launch.plan_backward(problem, out, q, k, v, stats, grads, extras, scalars))
+        operands = operands_of(launch.FORWARD, (q, k, v, *extras.tensors))
+        return launch.forward_program(problem, scalars, target, **operands).launches
+    out, lse = empty_out(problem, q)
+    tensors = out, None, q, k, v, out, lse, *extras.tensors
+    operands = operands_of(launch.BACKWARD, tensors)
+    program = launch.backward_program(problem, scalars, target, **operands)
+    names = "attn_bwd_dkdv_kernel", "attn_bwd_dq_kernel"
+    return [x for x in program.launches if x.kernel.__name__ in names]
 
 
-def config_on(plan, target: str):
-    """What the shipped tables say of a plan on such a GPU."""
-    from ..tuning.select import override, select
-
-    key = plan.key()._replace(arch=target)
-    with override(**{key.kernel: select(key, torch.device("cpu"))}):
-        return plan.config()
-
-
-def build_plan(plan, config, target: str) -> Any:
-    """A plan compiled offline in a configuration."""
-    from ..kernels.common.arguments import features_of
+def build_launch(launch: Any, target: str) -> Any:
+    """A launch compiled offline."""
+    from ..kernels.common.program import fake_args
     from ..testing import build
 
-    constants = dict(FEATURES=features_of(plan.problem), TILE=plan.tile(config, target))
-    options = dict(num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=True)
-    return build(plan.kernel, *plan.args, on=target, **constants, **options)
+    how = launch.constants | launch.options
+    return build(launch.kernel, *fake_args(launch), on=target, **how)
 
 
 def _portable(call: Call, target: str, direction: str) -> list[Launch]:
     launches = []
-    for plan in portable_plans(call, direction):
-        config = config_on(plan, target)
-        tile = plan.tile(config, target)
-        build = functools.partial(build_plan, plan, config, target)
-        name, tiles = f"attn_{plan.name}_kernel", plan.programs(tile)
-        launches.append(launch_of(name, tile, stages=config.num_stages, tiles=tiles, build=build))
+    for launch in portable_launches(call, target, direction):
+        tile, stages = launch.constants["TILE"], launch.options["num_stages"]
+        build = functools.partial(build_launch, launch, target)
+        name, tiles = launch.kernel.__name__, launch.programs
+        launches.append(launch_of(name, tile, stages=stages, tiles=tiles, build=build))
     return launches
 
 

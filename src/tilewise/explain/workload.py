@@ -6,9 +6,14 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+import triton
 
 from ..kernels.common.arguments import features_of
+from ..kernels.common.building import on_device
+from ..kernels.common.outputs import empty_grads
+from ..kernels.common.program import scratch
 from ..kernels.portable import launch
+from ..kernels.portable.plan import Plan
 from ..problem import OPEN, Extras, Saved, Scalars, describe
 from ..tuning.search import Found, search
 
@@ -26,11 +31,12 @@ class Workload(NamedTuple):
 
 def sweep(work: Workload, device: torch.device) -> Iterator[Found]:
     """The fastest configuration of each kernel for a workload."""
-    with launch.on_device(device):
+    with on_device(device):
+        triton.set_allocator(scratch)
         yield from search(plans(work, device), features_of)
 
 
-def plans(work: Workload, device: torch.device) -> Iterator[launch.Plan]:
+def plans(work: Workload, device: torch.device) -> Iterator[Plan]:
     """The launches of one forward and one backward on random inputs."""
     batch, nheads = max(1, work.tokens // work.seqlen), max(1, work.hidden // work.headdim)
     shape = (batch, work.seqlen, nheads, work.headdim)
@@ -41,10 +47,7 @@ def plans(work: Workload, device: torch.device) -> Iterator[launch.Plan]:
     )
     problem = describe(q, k, v, extras, scalars, "bottom_right", False)
     out, lse = launch.forward(problem, q, k, v, extras, scalars)
-    yield launch.plan_forward(problem, q, k, v, out, lse, extras, scalars)
+    yield launch.plan_forward(problem, scalars, extras, q=q, k=k, v=v, out=out, lse=lse)
     saved = Saved(dout, None, q, k, v, out, lse)
-    delta, *_ = launch.run_delta(problem, saved, extras, False)
-    grads = launch.empty_grads(problem, q, k, v, extras)
-    yield from launch.plan_backward(
-        problem, dout, q, k, v, (lse, delta, None), grads, extras, scalars
-    )
+    grads, stats = empty_grads(problem, q, k, v, extras), (lse, torch.zeros_like(lse), None)
+    yield from launch.plan_backward(problem, scalars, saved, stats, grads, extras)

@@ -54,7 +54,7 @@ def measure(plan: Any, configs: list[Config], features: Any) -> dict[Config, flo
             tile = {"TILE": plan.tile(config)}
             launched = {"num_warps": config.num_warps, "num_stages": config.num_stages}
             by_tile[triton.Config(tile, **launched)] = config
-            plan.kernel.warmup(*plan.args, grid=(1,), **tile, **launched, **options)
+            plan.kernel.warmup(*plan.args.values(), grid=(1,), **tile, **launched, **options)
     tuner = triton.autotune(configs=list(by_tile), key=[])(plan.kernel)
-    tuner[lambda meta: (plan.programs(meta["TILE"]),)](*plan.args, **options)
+    tuner[lambda meta: (plan.programs(meta["TILE"]),)](*plan.args.values(), **options)
     return {by_tile[variant]: times[0] for variant, times in tuner.configs_timings.items()}

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from .decode_step import Room, allocator_of
+from .decode_step import Room
 from .relaunch import Launches
 from .shared_memory import span_of
+from .workspace import allocator_of
 
 Tensor = torch.Tensor
 

@@ -13,6 +13,7 @@ import torch
 from .alignment import ALIGNMENT
 from .relaunch import may_relaunch
 from .shared_memory import span_of
+from .workspace import allocator_of
 
 Tensor = torch.Tensor
 
@@ -33,18 +34,6 @@ def room_for(x: Tensor) -> Room:
 def floats(count: int) -> Room:
     """Room for so many."""
     return Room((count,), (1,), torch.float32)
-
-
-def allocator_of(device: torch.device) -> Any:
-    """What makes memory of a Room. Of CUDA memory torch has one for the code of its compiler, which
-    asks neither a dispatch mode nor autograd: half the time.
-    """
-    from torch._C._dynamo import guards
-
-    found = getattr(guards, "_empty_strided_cuda", None)
-    if device.type != "cuda" or found is None:
-        return lambda *room: torch.empty_strided(*room[:2], dtype=room[2], device=device)
-    return found
 
 
 class DecodeStep:

@@ -5,8 +5,13 @@ takes before a kernel's arguments.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+
+from .operand import Gap, gaps_in
+from .packed import packed
+
+Relaunch = Callable[[int, Sequence[Any]], None]  # a launch on a stream, of what is in a row
 
 
 class Direct:
@@ -82,3 +87,39 @@ def past_triton(compiled: Any, programs: int) -> Direct | Through:
     """
     found = launcher_of(compiled)
     return Through(compiled, programs) if found is None else Direct(compiled, programs, *found)
+
+
+def relaunch_of(
+    kernel: Direct | Through, args: tuple, names: Sequence[str], may_pack: bool = True
+) -> Relaunch:
+    """A launch of a kernel as a function of the stream and of a row of addresses in the order of
+    `names`, which are those of the gaps among its arguments.
+    """
+    stream = Gap("stream")
+    fill, launcher = filler(kernel.arguments(stream, args), (stream.name, *names)), kernel.launcher
+
+    def launch(stream: int, row: Sequence[Any]) -> None:
+        launcher(*fill(stream, *row))
+
+    if not may_pack:
+        return launch
+    return packed(kernel.compiled, kernel.programs, args, names, launch) or launch
+
+
+def filler(args: tuple, names: Sequence[str]) -> Callable[..., tuple]:
+    """A function of what is in the gaps, in the order of `names`, that makes the arguments. It is
+    compiled from an expression: looking up what belongs where takes four times as long.
+    """
+    parameters = {name: f"gap{place}" for place, name in enumerate(names)}
+    constants: dict[str, Any] = {}
+
+    def text_of(item: Any) -> str:
+        if isinstance(item, Gap):
+            return parameters[item.name]
+        if isinstance(item, tuple) and any(gaps_in(item)):
+            return "(" + "".join(text_of(x) + ", " for x in item) + ")"
+        constants[name := f"constant{len(constants)}"] = item
+        return name
+
+    text = text_of(args)
+    return eval(f"lambda {', '.join(parameters.values())}: {text}", constants)

@@ -16,6 +16,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from .operand import Gap
+
 NUMBERS = {"i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q"}
 NUMBERS |= {"u1": "B", "u8": "B", "u16": "H", "u32": "I", "u64": "Q", "fp32": "f", "fp64": "d"}
 POINTER, MAP = "pointer", "map"  # a TMA descriptor
@@ -109,9 +111,9 @@ class Packed:
 
 
 def packed(
-    compiled: Any, programs: int, args: tuple, row: Sequence[Any], otherwise: Callable[..., None]
+    compiled: Any, programs: int, args: tuple, names: Sequence[str], otherwise: Callable[..., None]
 ) -> Packed | None:
-    """A kernel's launch with all its arguments, constants too, of which those that are in `row`
+    """A kernel's launch with all its arguments, constants too, of which the gaps with these names
     move. None where the driver does not agree.
     """
     known = driver()
@@ -123,10 +125,10 @@ def packed(
         return None
     if run.global_scratch_size or run.profile_scratch_size:  # memory of Triton's for each launch
         return None
-    gaps = {id(x): n for n, x in enumerate(row) if x is not None}
-    moving, parameters = [POINTER] * len(row), []
+    places = {name: place for place, name in enumerate(names)}
+    moving, parameters = [POINTER] * len(names), []
     for kind, item in flat(tuple(compiled.src.signature.values()), iter(args)):
-        place = gaps.get(id(item))
+        place = places.get(item.name) if isinstance(item, Gap) else None
         if place is not None and kind in (POINTER, MAP):
             parameters.append((MOVING, place))
             moving[place] = kind

@@ -16,10 +16,10 @@ import torch
 from triton import knobs
 
 from ...problem import Extras, extras_of
+from . import direct
 from .alignment import ALIGNMENT
 from .cached import Cached
-from .direct import past_triton
-from .packed import packed
+from .operand import Gap
 
 Tensor = torch.Tensor
 
@@ -125,7 +125,7 @@ def _expression(item: Any, gaps: dict[int, str], constants: dict[str, Any]) -> s
     return name
 
 
-def has_gaps(args: tuple, gaps: dict[int, str]) -> bool:
+def has_gaps(args: tuple, gaps: dict[int, Any]) -> bool:
     """Whether tensors or other gaps are among nested arguments."""
     return any(
         has_gaps(x, gaps) if isinstance(x, tuple) and id(x) not in gaps
@@ -143,20 +143,24 @@ class Relaunch(NamedTuple):
 def relaunch_of(
     kernel: Any, args: tuple, row: Sequence[Any], may_pack: bool = True
 ) -> Callable[[int, Sequence[Any]], None] | None:
-    """A launch of a kernel, `direct.Direct` or `Through`, as a function of the stream and of what
-    is in `row`; None where a tensor is not in `row`.
+    """`direct.relaunch_of` for arguments with objects that are in `row`; None where a tensor is
+    not in `row`.
     """
-    stream = object()
-    pattern = pattern_of(kernel.arguments(stream, args), (stream, *row))
-    if pattern is None:
+    gaps = {id(x): Gap(f"gap{place}") for place, x in enumerate(row) if x is not None}
+    try:
+        args = _with_gaps(args, gaps)
+    except KeyError:
         return None
-    fill, launcher = pattern.fill, kernel.launcher
+    return direct.relaunch_of(kernel, args, [f"gap{n}" for n in range(len(row))], may_pack)
 
-    def launch(stream: int, values: Sequence[Any]) -> None:
-        launcher(*fill(stream, *values))
 
-    found = packed(kernel.compiled, kernel.programs, args, row, launch) if may_pack else None
-    return launch if found is None else found
+def _with_gaps(item: Any, gaps: dict[int, Gap]) -> Any:
+    """Nested arguments with gaps in the place of objects."""
+    if id(item) in gaps or isinstance(item, torch.Tensor):
+        return gaps[id(item)]
+    if isinstance(item, tuple) and has_gaps(item, gaps):
+        return tuple([_with_gaps(x, gaps) for x in item])
+    return item
 
 
 class Launched(NamedTuple):
@@ -173,7 +177,7 @@ def relaunches_of(launches: Sequence[Launched], row: Sequence[Any]) -> list[Rela
     """
     if torch.version.hip is not None or any(x.compiled is None for x in launches):
         return None
-    kernels = [past_triton(x.compiled, x.programs) for x in launches]
+    kernels = [direct.past_triton(x.compiled, x.programs) for x in launches]
     calls = [relaunch_of(kernel, x.args, row) for kernel, x in zip(kernels, launches)]
     return None if None in calls else [Relaunch(call) for call in calls if call is not None]
 

@@ -4,6 +4,7 @@ tensors under its interpreter.
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,8 +13,9 @@ from ...emulation import interpreter_is_on
 from ...problem import Problem
 
 if TYPE_CHECKING:
+    from .captured_launch import captured_grads
     from .fp8_launch import prepare_fp8
-    from .launch import backward, captured_grads, forward, prepare, prepare_backward
+    from .launch import backward, forward, prepare, prepare_backward
 
 NAME = "portable"
 MAX_HEADDIM = 512
@@ -21,7 +23,9 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 MAX_HEADDIM_FP8 = 256
 
-LAUNCHES = ["backward", "captured_grads", "forward", "prepare", "prepare_backward"]
+# The files of what calls launch, which import Triton
+LAUNCHES = {"captured_grads": "captured_launch", "prepare_fp8": "fp8_launch"}
+LAUNCHES |= dict.fromkeys(("backward", "forward", "prepare", "prepare_backward"), "launch")
 
 __all__ = ["NAME", "supports", "supports_fp8"]
 __all__ += ["backward", "captured_grads", "forward", "prepare", "prepare_backward", "prepare_fp8"]
@@ -88,12 +92,9 @@ def _why_not_by_triton(device: torch.device) -> str | None:
 
 
 def __getattr__(name: str) -> Any:
-    """Attributes of `launch` and `fp8_launch`, imported lazily: CPU calls import no Triton."""
-    if name == "prepare_fp8":
-        from . import fp8_launch as module
-    elif name in LAUNCHES:
-        from . import launch as module
-    else:
+    """A function of LAUNCHES, imported lazily: CPU calls import no Triton."""
+    if name not in LAUNCHES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f".{LAUNCHES[name]}", __name__)
     globals()[name] = getattr(module, name)
     return globals()[name]

@@ -12,12 +12,12 @@ from ...problem import Problem
 from ...tile.paging import batch_of, capacity
 from ...tile.types import Numbers, Optionals, Sizes, Strided, Tile
 from ..common.arguments import features_of, numbers_of, optionals_of
-from ..common.building import first_launch, num_sms
+from ..common.building import first_launch, num_sms, on_device
 from ..common.cached import Cached, scales_of, strided_of
 from ..common.relaunch import Launched, distinct_cached
 from .decode import Cache, Partials, attn_fold_kernel, attn_split_kernel
 from .decode_relaunch import DecodeStep, step_of
-from .launch import on_device, padded_headdims
+from .plan import padded_headdims
 
 Tensor = torch.Tensor
 WORKSPACE = 256 * 2**20  # bytes of what lies between the launches; a longer walk needs none

@@ -6,19 +6,28 @@ stays bfloat16.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import torch
-import triton
 
 from ...problem import Extras, Problem, Scalars
 from ...tile.types import Strided
-from ...tuning.select import architecture, is_overridden
-from ..common.arguments import numbers_of, optionals_of, sizes_of, strided
+from ...tuning.select import architecture
+from ..common.arguments import strided
+from ..common.operand import Operand, names_of
+from ..common.program import Planned, Program
 from ..common.quantized import Quantized
-from ..common.relaunch import Launches, distinct_extras, distinct_views
+from ..common.workspace import Workspace
 from .fp8_fwd import OfHead, Quantization, fp8_fwd_kernel
-from .launch import Plan, _scratch, run
+from .launch import plan_queries, shared_arguments
+from .plan import Plan
 
 Tensor = torch.Tensor
+# What a call passes, in this order
+FIELDS = ("q", "k", "v_t", "q_scale", "k_scale", "v_scale", "v_mean", *Extras._fields)
+FIRST_EXTRA = FIELDS.index(Extras._fields[0])
 
 
 def has_product(arch: str) -> bool:
@@ -28,54 +37,44 @@ def has_product(arch: str) -> bool:
     return not arch.startswith("gfx") or arch in ("gfx950", "gfx1200", "gfx1201")
 
 
-def prepare_fp8(problem: Problem, scalars: Scalars, out_dtype: torch.dtype) -> ForwardFp8:
+def prepare_fp8(
+    problem: Problem, scalars: Scalars, out_dtype: torch.dtype
+) -> Callable[[Quantized, Extras], tuple[Tensor, Tensor]]:
     """The forward of all calls of one signature."""
-    return ForwardFp8(problem, scalars, out_dtype)
+    run = Planned(FIELDS, functools.partial(fp8_program, problem, scalars, out_dtype))
+    return lambda given, extras: run(
+        (given.q, given.k, given.v_t, *given.scales, given.v_mean, *extras.tensors)
+    )
 
 
-class ForwardFp8(Launches):
-    """Forwards of one signature."""
-
-    def __init__(self, problem: Problem, scalars: Scalars, out_dtype: torch.dtype) -> None:
-        super().__init__()
-        self.problem = problem
-        self.scalars = scalars
-        self.out_dtype = out_dtype
-
-    def __call__(self, quantized: Quantized, extras: Extras) -> tuple[Tensor, Tensor]:
-        q = quantized.q
-        batch, seqlen_q, nheads, _ = q.shape
-        shape = batch, seqlen_q, nheads, self.problem.headdim_v
-        out = q.new_empty(shape, dtype=self.out_dtype)
-        lse = q.new_empty(batch, nheads, seqlen_q, dtype=torch.float32)
-        read = *quantized[:3], *quantized.scales, quantized.v_mean
-        row = *read, out, lse, *extras.tensors
-        if self.relaunches is not None and not is_overridden():
-            triton.set_allocator(_scratch)
-            if self.again(row):
-                return out, lse
-        read, extras = distinct_views((*read, out, lse)), distinct_extras(extras)
-        if not has_product(architecture(q.device)):
-            read[:3] = [x.view(torch.uint8) for x in read[:3]]
-        launched = run(plan_fp8(self.problem, *read, extras, self.scalars))
-        if not is_overridden():
-            self.record([launched], (*read, *extras.tensors), q)
-        return out, lse
+def fp8_program(
+    problem: Problem, scalars: Scalars, out_dtype: torch.dtype, arch: str = "", **tensors: Any
+) -> Program:
+    """The one launch, of operands; on a GPU of `arch` if that is given."""
+    extras = Extras(**{name: tensors[name] for name in Extras._fields})
+    q = tensors["q"]
+    batch, seqlen_q, nheads, _ = q.shape
+    out = Operand("out", (batch, seqlen_q, nheads, problem.headdim_v), out_dtype, q.device)
+    lse = Operand("lse", (batch, nheads, seqlen_q), torch.float32, q.device)
+    if not has_product(arch or architecture(q.device)):
+        tensors |= {name: tensors[name].view(torch.uint8) for name in ("q", "k", "v_t")}
+    plan = plan_fp8(problem, scalars, tensors | dict(out=out, lse=lse), extras, arch)
+    names = names_of(FIELDS, FIRST_EXTRA + len(extras.tensors))
+    return Program(names, [plan.configured()], Workspace(q.device), (out, lse))
 
 
 def plan_fp8(
-    problem, q, k, v_t, q_scale, k_scale, v_scale, v_mean, out, lse, extras: Extras, scalars
+    problem: Problem, scalars: Scalars, operands: dict[str, Any], extras: Extras, arch: str = ""
 ) -> Plan:
     """Tiles of queries; q, k and v_t in e4m3, or its bits."""
-    sizes, numbers = sizes_of(q, k, extras), numbers_of(scalars, q, k)
+    q, k, v_t, v_mean = (operands[name] for name in ("q", "k", "v_t", "v_mean"))
     batch, head, row, _ = v_t.stride()
-    of_v_t = Strided(v_t, batch, row, head)
-    mean = None if v_mean is None else of_head(v_mean)
-    quantization = Quantization(*map(of_head, (q_scale, k_scale, v_scale)), mean)
-    args = strided(q), strided(k), of_v_t, strided(out), lse, quantization
-    args = *args, optionals_of(extras, problem.mods), sizes, numbers
-    of_rows = q.shape[1], q.shape[0] * q.shape[2], sizes.packed
-    return Plan("fp8_fwd", fp8_fwd_kernel, problem, "BLOCK_M", *of_rows, (q, k), args)
+    scales = (of_head(operands[name]) for name in ("q_scale", "k_scale", "v_scale"))
+    args = dict(q=strided(q), k=strided(k), v_t=Strided(v_t, batch, row, head))
+    args |= dict(out=strided(operands["out"]), lse=operands["lse"])
+    args |= dict(quantization=Quantization(*scales, None if v_mean is None else of_head(v_mean)))
+    args |= shared_arguments(problem, scalars, q, k, extras)
+    return plan_queries("fp8_fwd", fp8_fwd_kernel, problem, (q, k), args, arch)
 
 
 def of_head(x: Tensor) -> OfHead:

@@ -1,0 +1,155 @@
+"""Tensors of a call by their names, as launches are planned with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .alignment import ALIGNMENT
+
+Tensor = torch.Tensor
+CAPTURED = "captured"  # the last name of a call's tensors: all that follow
+
+
+class Gap:
+    """An argument that differs from call to call."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+class Operand(Gap):
+    """A tensor without its memory: what all calls of one signature have in common. Planning reads
+    an operand as it would read the tensor, so that a plan keeps no tensor alive.
+    """
+
+    __slots__ = ("address", "device", "dtype", "is_cleared", "is_copied", "shape", "strides")
+
+    def __init__(
+        self,
+        name: str,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        strides: tuple[int, ...] | None = None,
+        address: int = 0,
+        is_copied: bool = False,
+        is_cleared: bool = False,
+    ) -> None:
+        super().__init__(name)
+        self.shape, self.dtype, self.device = torch.Size(shape), dtype, device
+        self.strides = dense(shape) if strides is None else strides
+        self.address = address  # modulo ALIGNMENT
+        self.is_copied = is_copied  # whether each call makes it contiguous before the launches
+        self.is_cleared = is_cleared  # whether the program makes it of zeros
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return self.dtype.itemsize
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether it lies on a GPU."""
+        return self.device.type == "cuda"
+
+    def dim(self) -> int:
+        """The number of dimensions."""
+        return len(self.shape)
+
+    def numel(self) -> int:
+        """The number of elements."""
+        return self.shape.numel()
+
+    def stride(self, dim: int | None = None) -> Any:
+        """All strides in elements, or that of one dimension."""
+        return self.strides if dim is None else self.strides[dim]
+
+    def data_ptr(self) -> int:
+        """The address modulo ALIGNMENT, which is all that planning may depend on."""
+        return self.address
+
+    def view(self, dtype: torch.dtype) -> Operand:
+        """A view as elements of another dtype of as many bytes."""
+        place: dict[str, Any] = dict(strides=self.strides, address=self.address)
+        return Operand(self.name, self.shape, dtype, self.device, is_copied=self.is_copied, **place)
+
+    def is_contiguous(self) -> bool:
+        """Whether its elements lie in order without gaps."""
+        dimensions = zip(self.shape, self.strides, dense(self.shape))
+        return self.numel() == 0 or all(n == 1 or step == due for n, step, due in dimensions)
+
+    def contiguous(self) -> Operand:
+        """Itself, or its copy, which the program makes at every call."""
+        if self.is_contiguous():
+            return self
+        return Operand(self.name, self.shape, self.dtype, self.device, is_copied=True)
+
+    def new(self, device: torch.device | str | None = None) -> Tensor:
+        """A new tensor like it; by default on its device."""
+        where = self.device if device is None else device
+        tensor = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=where)
+        return tensor.zero_() if self.is_cleared else tensor
+
+
+def dense(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    strides, step = [], 1
+    for n in reversed(shape):
+        strides.append(step)
+        step *= max(n, 1)
+    return tuple(reversed(strides))
+
+
+def operand_of(
+    name: str, x: Tensor | None, device: torch.device | None = None, is_cleared: bool = False
+) -> Operand | None:
+    """A tensor as plans have it; on `device` if that is given."""
+    if x is None:
+        return None
+    address, where = x.data_ptr() % ALIGNMENT, device or x.device
+    place: dict[str, Any] = dict(strides=x.stride(), address=address, is_cleared=is_cleared)
+    return Operand(name, x.shape, x.dtype, where, **place)
+
+
+def names_of(fields: Sequence[str], count: int) -> tuple[str, ...]:
+    """The names of so many tensors: the fields, of which CAPTURED stands for all that are left."""
+    if fields[-1] != CAPTURED:
+        return tuple(fields)
+    captured = range(count - len(fields) + 1)
+    return *fields[:-1], *(f"{CAPTURED}[{n}]" for n in captured)
+
+
+def operands_of(fields: Sequence[str], tensors: Sequence[Tensor | None]) -> dict[str, Any]:
+    """The operands of a call's tensors by the fields, CAPTURED as a tuple of its own."""
+    operands = list(map(operand_of, names_of(fields, len(tensors)), tensors))
+    if fields[-1] != CAPTURED:
+        return dict(zip(fields, operands))
+    first = len(fields) - 1
+    return dict(zip(fields, operands[:first])) | {CAPTURED: tuple(operands[first:])}
+
+
+def gaps_in(item: Any) -> Iterator[Any]:
+    """The gaps of nested arguments."""
+    if isinstance(item, Gap):
+        yield item
+    elif isinstance(item, tuple):
+        for x in item:
+            yield from gaps_in(x)
+
+
+def filled(item: Any, values: Mapping[str, Any]) -> Any:
+    """Nested arguments with values in their gaps."""
+    if isinstance(item, Gap):
+        value = values[item.name]
+        is_other = isinstance(item, Operand) and value.dtype != item.dtype  # viewed as bits
+        return value.view(item.dtype) if is_other else value
+    if isinstance(item, tuple) and any(gaps_in(item)):  # constants stay the objects they are
+        parts = [filled(x, values) for x in item]
+        return type(item)._make(parts) if hasattr(item, "_fields") else tuple(parts)
+    return item

@@ -1,0 +1,226 @@
+"""Programs: all launches of a call, planned once, and run for the tensors of each call.
+
+A launch is data: a kernel, how many programs, arguments by name, constants and compiler options.
+Tensors among the arguments are operands, which have names and no memory. So the same launch is run
+by Triton's front end at the first call, by the interpreter, by the offline compiler, and, past
+Triton, at all later calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from ...emulation import cpu_modes, interpret
+from ...tuning.select import is_overridden
+from .alignment import ALIGNMENT
+from .building import first_launch, on_device
+from .direct import Relaunch, past_triton, relaunch_of
+from .operand import Operand, filled, gaps_in, operands_of
+from .relaunch import may_relaunch
+from .workspace import Workspace, allocator_of, starts_of, tensors_of
+
+Tensor = torch.Tensor
+
+
+class Launch(NamedTuple):
+    """One kernel on a grid."""
+
+    kernel: Any
+    programs: int
+    args: dict[str, Any]  # by the names of the kernel's parameters, and in their order
+    constants: dict[str, Any]  # parameters that are constexpr
+    options: dict[str, Any]  # of the compiler, such as num_warps
+
+    @property
+    def positional(self) -> tuple:
+        """All arguments as a compiled kernel takes them."""
+        return *self.args.values(), *self.constants.values()
+
+    def start(self, values: dict[str, Any], device: torch.device) -> Any:
+        """Launches through Triton's front end, of the tensors of these names. Returns the compiled
+        kernel, or None where the interpreter ran it.
+        """
+        args = [filled(x, values) for x in self.args.values()]
+        if device.type == "cpu" and any(cpu_modes()):
+            interpret(self.kernel)[(self.programs,)](*args, **self.constants)
+            return None
+        options = self.constants | self.options
+        return first_launch(self.kernel, self.programs, *args, **options)
+
+    def relaunch_of(self, compiled: Any, names: Sequence[str]) -> Relaunch:
+        """A launch of the compiled kernel as a function of a stream and of the addresses of the
+        tensors of these names.
+        """
+        return relaunch_of(past_triton(compiled, self.programs), self.positional, names)
+
+
+def checked(launch: Launch) -> Launch:
+    """The launch, if its arguments are the kernel's parameters in their order."""
+    parameters = getattr(launch.kernel, "arg_names", None)
+    names = [*launch.args, *launch.constants]
+    if parameters is not None and names != list(parameters):
+        raise TypeError(f"{launch.kernel.__name__} has parameters {parameters}, not {names}")
+    return launch
+
+
+class TorchStep(NamedTuple):
+    """What torch does between launches, with tensors of these names."""
+
+    function: Callable[..., None]
+    names: tuple[str, ...]
+
+
+class Program:
+    """The launches of all calls of one signature. Holds no tensor.
+
+    `names` are those of the tensors that each call passes, in this order. Each call makes the
+    `outputs` and returns them, None in the place of those that are None.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        steps: Sequence[Launch | TorchStep],
+        workspace: Workspace,
+        outputs: Sequence[Operand | None] = (),
+    ) -> None:
+        self.device = workspace.device
+        self.steps = [x for x in steps if isinstance(x, TorchStep) or x.programs]
+        # What each call makes: tensors, as a view of the buffer takes torch longer, then the buffer
+        of_torch = {name for x in self.steps if isinstance(x, TorchStep) for name in x.names}
+        self.slices = [x for x in workspace.slices if x.name not in of_torch]
+        *self.starts, self.size = starts_of(self.slices)
+        apart = (x for x in workspace.slices if x.name in of_torch)
+        self.made = [*(x for x in outputs if x is not None), *apart]
+        self.rooms = [(tuple(x.shape), x.strides, x.dtype) for x in self.made]
+        self.cleared = [place for place, x in enumerate(self.made) if x.is_cleared]
+        self.returned = [None if x is None else self.made.index(x) for x in outputs]
+        self.names = [*names, *(x.name for x in (*self.made, *self.slices))]  # of a row
+        self.copied = self._copied()
+        self.empty = allocator_of(self.device)
+        self.index: int | None = None  # of the device for which the kernels are compiled
+        self.again: list[Relaunch | TorchStep] | None = None
+        self.needs_scratch = False
+
+    @property
+    def launches(self) -> list[Launch]:
+        """The launches alone."""
+        return [x for x in self.steps if isinstance(x, Launch)]
+
+    def __call__(self, tensors: Sequence[Any]) -> tuple[Any, ...]:
+        """Runs the program for tensors in the order of its names. Returns its outputs."""
+        if self.copied:
+            tensors = list(tensors)
+            for place in self.copied:
+                tensors[place] = tensors[place].contiguous()
+        again, empty = self.again, self.empty
+        if again is None or not may_relaunch(self.index):
+            return self._start(tensors)
+        made = [empty(*room) for room in self.rooms]
+        for place in self.cleared:
+            made[place].zero_()
+        tensors = *tensors, *made
+        row = [0 if x is None else x.data_ptr() for x in tensors]
+        if self.starts:
+            buffer = empty((self.size,), (1,), torch.uint8)  # held until all is launched
+            base = buffer.data_ptr()
+            row += [base + start for start in self.starts]
+        if self.needs_scratch:
+            triton.set_allocator(scratch)
+        stream = torch._C._cuda_getCurrentRawStream(self.index)
+        for step in again:
+            if type(step) is TorchStep:
+                step.function(*[tensors[self.names.index(x)] for x in step.names])
+            else:
+                step(stream, row)
+        return tuple([None if place is None else made[place] for place in self.returned])
+
+    def _start(self, tensors: Sequence[Any]) -> tuple[Any, ...]:
+        """Runs the program by Triton's front end, which compiles the kernels, and keeps how it is
+        run again. On CPU tensors the interpreter runs it.
+        """
+        compiled = []
+        with on_device(self.device):
+            made = [x.new() for x in self.made]
+            values = dict(zip(self.names, (*tensors, *made))) | tensors_of(self.slices, self.device)
+            triton.set_allocator(scratch)  # per thread: autograd's backward runs in its own
+            for step in self.steps:
+                if isinstance(step, TorchStep):
+                    step.function(*[values[name] for name in step.names])
+                else:
+                    compiled.append(step.start(values, self.device))
+        if self.again is None and None not in compiled and torch.version.hip is None:
+            self._keep(iter(compiled))
+        return tuple(None if place is None else made[place] for place in self.returned)
+
+    def _keep(self, compiled: Iterator[Any]) -> None:
+        """Keeps how the compiled kernels are launched past Triton."""
+        again: list[Relaunch | TorchStep] = []
+        for step in self.steps:
+            if isinstance(step, TorchStep):
+                again.append(step)
+                continue
+            kernel = next(compiled)
+            self.needs_scratch |= asks_for_memory(kernel)
+            again.append(step.relaunch_of(kernel, self.names))
+        self.index = self.device.index  # before `again`, which another thread may see
+        self.again = again
+
+    def _copied(self) -> list[int]:
+        """Which tensors each call makes contiguous."""
+        is_copied: dict[str, bool] = {}
+        for launch in self.launches:
+            for x in gaps_in(launch.positional):
+                if is_copied.setdefault(x.name, x.is_copied) != x.is_copied:
+                    raise TypeError(f"{x.name} and a copy of it are arguments of one program")
+        return [place for place, name in enumerate(self.names) if is_copied.get(name)]
+
+
+class Planned:
+    """Calls of one signature: the first plans a program, which later ones run.
+
+    `fields` are the names of their tensors, as `operands_of` takes them, and `plan` makes the
+    program of operands by these names.
+    """
+
+    def __init__(self, fields: Sequence[str], plan: Callable[..., Program]) -> None:
+        self.fields, self.plan = fields, plan
+        self.program: Program | None = None
+
+    def __call__(self, tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
+        """The outputs of the program for tensors in the order of the fields."""
+        program = self.program
+        if program is not None and not is_overridden():
+            return program(tensors)
+        program = self.plan(**operands_of(self.fields, tensors))
+        outputs = program(tensors)
+        # On CPU tensors calls of one signature may differ in strides: see `ops.run_backward`
+        is_kept = program.again is not None or program.device.type != "cpu"
+        self.program = program if is_kept and not is_overridden() else None
+        return outputs
+
+
+def asks_for_memory(compiled: Any) -> bool:
+    """Whether a kernel makes descriptors, for which Triton's launcher allocates memory."""
+    return bool(getattr(getattr(compiled, "metadata", None), "global_scratch_size", 1))
+
+
+def fake_args(launch: Launch) -> list[Any]:
+    """The arguments as an offline compiler takes them: empty CPU tensors for operands."""
+    values = {x.name: fake_tensor(x) for x in gaps_in(launch.positional)}
+    return [filled(x, values) for x in launch.args.values()]
+
+
+def fake_tensor(operand: Operand) -> Tensor:
+    """An empty tensor of the dtype and alignment of an operand."""
+    memory = torch.empty(64, dtype=operand.dtype)
+    return memory[1:] if operand.address % ALIGNMENT else memory
+
+
+def scratch(size: int, alignment: int, stream: int | None) -> Tensor:
+    """Memory for the descriptors that kernels make."""
+    return torch.empty(size, dtype=torch.int8, device="cuda")

@@ -1,0 +1,106 @@
+"""Host side: the program of the gradients of captured tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...mods.codegen import captured_of, function_of, place_function_of
+from ...mods.derivative import by_loads
+from ...mods.expressions import Node, intern, nodes_of
+from ...mods.flatten import take_apart
+from ...problem import Extras, Problem, Saved, Scalars
+from ..common.arguments import strided
+from ..common.operand import Operand, names_of, operands_of
+from ..common.program import Program, TorchStep
+from ..common.workspace import Workspace
+from .bwd_captured import CapturedLoad, attn_bwd_captured_kernel
+from .launch import BACKWARD, plan_queries, plan_rest, records_of, shared_arguments
+from .plan import Plan
+
+Tensor = torch.Tensor
+
+
+def captured_grads(
+    problem: Problem, saved: Saved, extras: Extras, scalars: Scalars, wanted: list[int]
+) -> list[Tensor]:
+    """Gradients of those tensors that the score function captured, by their numbers."""
+    tensors = *saved, *extras.tensors
+    operands = operands_of(BACKWARD, tensors)
+    sums = captured_program(problem, scalars, wanted, **operands)(tensors)
+    captured = take_apart(problem.mods, extras.captured).score
+    return [x.to(captured[i].dtype) for i, x in zip(wanted, sums)]
+
+
+def captured_program(
+    problem: Problem, scalars: Scalars, wanted: list[int], **tensors: Any
+) -> Program:
+    """Sums in the dtype of lse: what lse has lost, then a launch for each place where the score
+    function reads a tensor that is wanted.
+    """
+    saved, extras = records_of(tensors)
+    names, work = names_of(BACKWARD, len(saved) + len(extras.tensors)), Workspace(saved.q.device)
+    dout, lse = saved.dout, saved.lse
+    of_rest = plan_rest(problem, scalars, saved, extras, work)
+    scaled = work.add("scaled", dout.shape, dout.dtype)
+    masked = work.add("masked_dlse", lse.shape, lse.dtype)
+    steps: list[Any] = [
+        of_rest.configured(),
+        TorchStep(scale_dout, ("scaled", "dout", "rest")),
+        TorchStep(mask_dlse, ("masked_dlse", "lse", "dlse")),
+    ]
+    captured = take_apart(problem.mods, extras.captured).score
+    sums = {i: sum_of(f"sum[{i}]", captured[i], lse.dtype) for i in wanted}
+    saved = saved._replace(dout=scaled)
+    stats = lse, masked, of_rest.args["rest"]
+    plans = plan_captured(problem, scalars, saved, stats, sums, extras)
+    return Program(names, [*steps, *(x.configured() for x in plans)], work, list(sums.values()))
+
+
+def sum_of(name: str, x: Any, dtype: torch.dtype) -> Operand:
+    """Zeros, to which the gradient of x is added."""
+    like = torch.empty_like(x.new("meta"), dtype=dtype)
+    return Operand(name, like.shape, dtype, x.device, strides=like.stride(), is_cleared=True)
+
+
+def scale_dout(scaled: Tensor, dout: Tensor, rest: Tensor) -> None:
+    """dO times 2^-rest."""
+    torch.mul(dout, torch.exp2(-rest).transpose(1, 2).unsqueeze(-1), out=scaled)
+
+
+def mask_dlse(masked: Tensor, lse: Tensor, dlse: Tensor | None) -> None:
+    """The gradient of lse, and 0 of a row that saw no key."""
+    masked.copy_(torch.where(lse.isneginf(), 0, lse.new_zeros(1) if dlse is None else dlse))
+
+
+def plan_captured(
+    problem: Problem,
+    scalars: Scalars,
+    saved: Any,
+    stats: tuple,
+    grads: dict[int, Any],
+    extras: Extras,
+) -> list[Plan]:
+    """A launch for each place where the score function reads a tensor whose gradient is among
+    `grads`: tiles of queries. `stats` are lse, its gradient and what lse has lost.
+    """
+    dout, q, k, v = saved.dout, saved.q, saved.k, saved.v
+    shared = shared_arguments(problem, scalars, q, k, extras)
+    plans = []
+    for load, slope in by_loads(problem.mods.score):
+        if (slot := load.value[0]) in grads:
+            of_load = load_of(load, slope, grads[slot].numel() >= 1 << 31)
+            args = dict(q=strided(q), k=strided(k), v=strided(v), dout=strided(dout))
+            args |= dict(target=captured_of((grads[slot],))[0], stats=stats)
+            args |= shared | dict(LOAD=of_load)
+            kernel, read = attn_bwd_captured_kernel, (q, k, v, dout)
+            plans.append(plan_queries("bwd_captured", kernel, problem, read, args, arch=""))
+    return plans
+
+
+def load_of(load: Node, slope: Node, is_wide: bool) -> CapturedLoad:
+    """A load, and the score function's slope there, as kernels take it."""
+    indices_used = {node.op for node in nodes_of(load)}
+    functions = function_of(intern(slope)), place_function_of(intern(load))
+    return CapturedLoad(*functions, "q_idx" in indices_used, "k_idx" in indices_used, is_wide)

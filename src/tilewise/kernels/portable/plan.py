@@ -1,0 +1,96 @@
+"""Launches without their configuration, which one call looks up and `tilewise tune` tries many
+of.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import triton
+
+from ...problem import Problem
+from ...tile.types import Tile
+from ...tuning.config import SHORT, Config, Key
+from ...tuning.select import architecture, select
+from ...tuning.tables import columns_at_once
+from ..common.arguments import features_of, fits_descriptor
+from ..common.program import Launch, checked
+from .fit import fit_to_memory
+
+
+class Plan(NamedTuple):
+    """A launch without its configuration: a program for each `side` block of `rows`, `copies`
+    times.
+    """
+
+    name: str  # as the tuning tables call the kernel
+    kernel: Any
+    problem: Problem
+    side: str  # "BLOCK_M" or "BLOCK_N"
+    rows: int
+    copies: int  # heads times batch
+    packed: int  # sequences in these rows, each with a ragged end; 0 where they are no sequences
+    read: tuple[Any, ...]  # operands that are read in tiles
+    args: dict[str, Any]  # by the kernel's parameters
+    arch: str = ""  # of another GPU than the operands'
+
+    def key(self) -> Key:
+        """What the tables look up."""
+        problem, widest = self.problem, max(padded_headdims(self.problem))
+        arch = self.arch or architecture(self.read[0].device)
+        bits = problem.dtype.itemsize * 8
+        is_short = self.rows // max(self.packed, 1) <= SHORT
+        # The same, more or less
+        same = dict(bwd_dbias="bwd_dq", bwd_captured="bwd_dq", bwd_rest="fwd")
+        name = same.get(self.name, self.name)
+        return Key(arch, name, widest, bits, problem.is_causal, is_short)
+
+    def config(self) -> Config:
+        """What the tables say, cut where there is no room for more."""
+        key = self.key()
+        return fit_to_memory(select(key, self.read[0].device), key, self.problem, self.side)
+
+    def tile(self, config: Config) -> Tile:
+        """The tile shape; descriptors only where every tensor read allows them."""
+        key = self.key()
+        descriptors = config.descriptors and all(map(fits_descriptor, self.read))
+        block_m, block_n = config.BLOCK_M, config.BLOCK_N
+        chunk = columns_at_once(key, self.name == "bwd_dbias")
+        if self.problem.has_dropout and key.block_d <= 256:
+            block_n = max(block_n, 32)  # its random numbers come for 32 keys at a time
+        if self.problem.mods.block != (0, 0):  # what a mask lists is made up of whole tiles
+            rows, keys = self.problem.mods.block
+            block_m, block_n = math.gcd(block_m, rows), math.gcd(block_n, keys)
+        return Tile(
+            block_m, block_n, *padded_headdims(self.problem), descriptors and not chunk, chunk
+        )
+
+    def programs(self, tile: Tile) -> int:
+        """How many programs cover the problem."""
+        blocks = triton.cdiv(self.rows, getattr(tile, self.side))
+        return (blocks + self.packed) * self.copies
+
+    def configured(self, config: Config | None = None) -> Launch:
+        """The launch in a configuration, by default that of the tables."""
+        config = config or self.config()
+        tile = self.tile(config)
+        options = dict(num_warps=config.num_warps, num_stages=config.num_stages)
+        # The exponent's cost counts on fused multiply-adds; Triton 3.10 turns them off
+        options |= dict(enable_fp_fusion=True)
+        constants = dict(FEATURES=features_of(self.problem), TILE=tile)
+        return checked(Launch(self.kernel, self.programs(tile), self.args, constants, options))
+
+
+def padded_headdims(problem: Problem) -> tuple[int, int]:
+    """Both head dims as matmuls take them: powers of two, at least 16, of 8 bits at least 32.
+
+    A V tile under 64 columns is made as wide as K's: Triton 3.6 compiles O += P V wrongly for sm_90
+    where V's tile is narrower than both and not copied asynchronously. Outputs are then off by 1,
+    or addresses illegal (H200, 2026-11-20; K of 32 to 128 columns, V of 16 to 32; cause unknown).
+    """
+    least = 32 if problem.dtype.itemsize == 1 else 16
+    block_d, block_dv = (
+        max(least, triton.next_power_of_2(d)) for d in (problem.headdim, problem.headdim_v)
+    )
+    return block_d, max(block_dv, min(block_d, 64))
