@@ -108,38 +108,44 @@ def attention_reference(
     if unknown:
         raise unexpected("tilewise.attention_reference", unknown)
     is_scaled = k_descale is not None or v_descale is not None
-    if is_scaled or is_cached(k, page_table, cu_seqlens_q, cu_seqlens_k):
+    if is_scaled or is_cached(k, page_table, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k):
         cached = check_cached(
-            *(q, k, v, page_table, (seqused_k, cu_seqlens_q)),
-            (alibi_slopes, sinks, mask_mod),
-            (causal, scale, window, softcap, None),
-            *(layout, (k_descale, v_descale)),
+            q,
+            k,
+            v=v,
+            page_table=page_table,
+            lengths=(seqused_k, cu_seqlens_q),
+            score_args=(alibi_slopes, sinks, mask_mod),
+            numbers=(causal, scale, window, softcap, None),
+            layout=layout,
+            descales=(k_descale, v_descale),
         )
-        out, lse = _attend_cached(cached, mask_mod, upcast)
+        out, lse = _attend_cached(cached, mask_mod, upcast=upcast)
         out = out.transpose(1, 2) if layout == "bhsd" else out
         return (out, lse) if return_lse else out
     align = check_causal(causal)
     check_layout(layout)
     return_lse = check_flag("return_lse", return_lse)
-    lengths = seqused_k, seqused_q, cu_seqlens_q, cu_seqlens_k
     is_packed = cu_seqlens_q is not None or cu_seqlens_k is not None
-    q, k, v = in_order(q, k, v, layout, is_packed)
-    check_tensors(q, k, v)
+    q, k, v = in_order(q, k, v=v, layout=layout, is_packed=is_packed)
+    check_tensors(q, k, v=v)
     check_dropout(dropout_p)
     if dropout_p and dropout_rng is None:
         dropout_rng = draw_rng(q.device)
-    extras = Extras(alibi_slopes, sinks, *lengths, bias, dropout_rng if dropout_p else None)
+    extras = Extras(alibi_slopes, sinks, seqused_k, seqused_q, cu_seqlens_q, cu_seqlens_k, bias)
+    extras = extras._replace(dropout_rng=dropout_rng if dropout_p else None)
     slopes = None if alibi_slopes is None else alibi_slopes.detach()  # here they have a gradient
-    check_extras(q, k, extras._replace(alibi_slopes=slopes))
-    check_values(q, k, extras)
-    sides = band(window, causal is not False)
-    sizes = sizes_of(q, k, cu_seqlens_q)
+    check_extras(q, k, extras=extras._replace(alibi_slopes=slopes))
+    check_values(q, k, extras=extras)
+    left, right = band(window, causal is not False)
+    sizes = sizes_of(q, k, cu_seqlens=cu_seqlens_q)
     block_mask = block_mask_of(block_mask)
-    modifiers_of(mask_mod, score_mod, block_mask, sizes)
-    check_block_mask(block_mask, sizes, is_packed, sides != (OPEN, OPEN))
-    numbers = *check_numbers(scale, softcap, q.shape[3], q.dtype), *sides, dropout_p
+    modifiers_of(mask_mod, score_mod, block_mask=block_mask, sizes=sizes)
+    check_block_mask(block_mask, sizes, is_packed=is_packed, has_band=(left, right) != (OPEN, OPEN))
+    scale, cap = check_numbers(scale, softcap, headdim=q.shape[3], dtype=q.dtype)
+    scalars = Scalars(scale, cap, left=left, right=right, dropout_p=dropout_p)
     mask_mod = mask_mod if block_mask is None else block_mask.mask
-    options = _Options(align, extras, Scalars(*numbers), mask_mod, score_mod, upcast, first)
+    options = _Options(align, extras, scalars, mask_mod, score_mod, upcast, first)
     attend = _attend_packed if is_packed else _attend
     out, lse = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), options)
     if layout == "bshd":
@@ -173,43 +179,43 @@ def _attend_cached(
     lengths = lengths_of(cached.k, table, extras.seqused_k, batch_of(q, cu_seqlens_q))
     rows = zip(lengths, *(queries_of(x, cu_seqlens_q) for x in (q, out, lse_by_query(lse))))
     for b, (length, queries, out_rows, lse_rows) in enumerate(rows):
-        k, v = _keys_and_values(cached, b, length, upcast)
+        k, v = _keys_and_values(cached, b, length=length, upcast=upcast)
         slopes = extras.alibi_slopes
         slopes = slopes if slopes is None or slopes.dim() == 1 else slopes[b : b + 1]
         first = b, 0, length - queries.shape[0]
-        own = Extras(slopes, extras.sinks)
-        options = _Options("bottom_right", own, cached.scalars, mask_mod, None, upcast, first)
-        inputs = queries.unsqueeze(0).transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        parts = _attend(*inputs, options)
-        out_rows.copy_(parts[0][0].transpose(0, 1))
-        lse_rows.copy_(parts[1][0].T)
+        one = Extras(slopes, extras.sinks)
+        options = _Options("bottom_right", one, cached.scalars, mask_mod, None, upcast, first)
+        q_rows = queries.unsqueeze(0).transpose(1, 2)
+        out_row, lse_row = _attend(q_rows, k.transpose(1, 2), v=v.transpose(1, 2), options=options)
+        out_rows.copy_(out_row[0].transpose(0, 1))
+        lse_rows.copy_(lse_row[0].T)
     return out, lse
 
 
 def _keys_and_values(cached: Cached, row: int, length: int, upcast: bool) -> tuple[Tensor, Tensor]:
     """Keys and values of one sequence, (1, length, nheads_k, ...), with the products' dtype."""
     table, dtype = cached.page_table, cached.q.dtype
-    found = []
+    rows_of_both = []
     for x, scale in ((cached.k, cached.k_descale), (cached.v, cached.v_descale)):
-        rows = gather(x, table, row, 0, length)
+        rows = gather(x, table, row=row, first=0, last=length)
         if x.dtype != dtype:
             if scale is not None and by_row(scale):
-                scale = gather(scale, table, row, 0, length)
+                scale = gather(scale, table, row=row, first=0, last=length)
             elif scale is not None:
                 scale = of_sequence(scale, row)
             exact = torch.promote_types(dtype, torch.float32) if upcast else dtype
-            rows = dequantize(rows, scale, exact)
-        found.append(rows.unsqueeze(0))
-    return found[0], found[1]
+            rows = dequantize(rows, scale, dtype=exact)
+        rows_of_both.append(rows.unsqueeze(0))
+    return rows_of_both[0], rows_of_both[1]
 
 
 def _attend_packed(q: Tensor, k: Tensor, v: Tensor, options: _Options) -> tuple[Tensor, Tensor]:
     """Packed sequences, one by one; rows that are not used have out 0 and lse -inf."""
     outs, lses = [], []
-    sequence, *others = options.first
+    sequence, head, query = options.first
     for i, ((a, b, c), (d, e, _), extras) in enumerate(_sequences(options.extras)):
-        alone = options._replace(extras=extras, first=(sequence + i, *others))
-        out, lse = _attend(q[:, :, a:b], k[:, :, d:e], v[:, :, d:e], alone)
+        alone = options._replace(extras=extras, first=(sequence + i, head, query))
+        out, lse = _attend(q[:, :, a:b], k[:, :, d:e], v=v[:, :, d:e], options=alone)
         outs.append(torch.nn.functional.pad(out, (0, 0, 0, c - b)))
         lses.append(torch.nn.functional.pad(lse, (0, c - b), value=-math.inf))
     if not outs:
@@ -232,8 +238,8 @@ def _sequences(extras: Extras):
         rows.append(list(zip(starts, stops, starts[1:])))
     slopes = extras.alibi_slopes
     for i, (queries, keys) in enumerate(zip(*rows)):
-        own = slopes if slopes is None or slopes.dim() == 1 else slopes[i : i + 1]
-        yield queries, keys, Extras(own, extras.sinks, dropout_rng=extras.dropout_rng)
+        one = slopes if slopes is None or slopes.dim() == 1 else slopes[i : i + 1]
+        yield queries, keys, Extras(one, extras.sinks, dropout_rng=extras.dropout_rng)
 
 
 def _attend(
@@ -257,13 +263,14 @@ def _attend(
     first_b, first_h, first_q = options.first
     b = torch.arange(q.shape[0], device=q.device).view(-1, 1, 1, 1) + first_b
     h = torch.arange(q.shape[1], device=q.device).view(-1, 1, 1) + first_h
-    at = b, h, q_idx + first_q, k_idx
+    indices = dict(q_idx=q_idx + first_q, k_idx=k_idx)
 
     s = scalars.scale * _matmul(q, k.transpose(2, 3)).to(exact)
     if scalars.softcap:
         s = scalars.softcap * torch.tanh(s / scalars.softcap)
     if options.score_mod is not None:
-        s = scores.score(options.score_mod)(s, *at).to(exact).expand_as(s)
+        score_mod = scores.score(options.score_mod)
+        s = score_mod(s, b, h, q_idx + first_q, k_idx).to(exact).expand_as(s)
     if extras.alibi_slopes is not None:
         slopes = extras.alibi_slopes.to(exact)[..., None, None]
         s = s - slopes * (q_idx + diagonal - k_idx).abs()
@@ -272,12 +279,12 @@ def _attend(
     visible = _visible(q_idx, k_idx, seqlen_k, diagonal, scalars.left, scalars.right)
     if options.mask_mod is not None:
         mask = masks.mask(options.mask_mod)
-        visible = visible & evaluate(mask.expr, *at, mask.tensors)
+        visible = visible & evaluate(mask.expr, b, h=h, tensors=mask.tensors, **indices)
     p, lse = _softmax(s.masked_fill(~visible, -math.inf), extras.sinks)
     if extras.dropout_rng is not None:
         threshold = threshold_of(scalars.dropout_p)
-        kept = keep(extras.dropout_rng, *at, threshold)
-        p = torch.where(kept, p * factor_of(threshold), 0)
+        is_kept = keep(extras.dropout_rng, b, head=h, threshold=threshold, **indices)
+        p = torch.where(is_kept, p * factor_of(threshold), 0)
     return _matmul(p.to(v.dtype), v).to(dtype), lse
 
 
@@ -285,9 +292,9 @@ def _visible(q_idx: Tensor, k_idx: Tensor, seqlen_k, diagonal, left: int, right:
     """Which (query, key) pairs the mask keeps."""
     visible = predicates.is_key(k_idx, seqlen_k)
     if left >= 0:
-        visible = visible & predicates.within_left(q_idx, k_idx, diagonal, left)
+        visible = visible & predicates.within_left(q_idx, k_idx, diagonal=diagonal, left=left)
     if right >= 0:
-        visible = visible & predicates.within_right(q_idx, k_idx, diagonal, right)
+        visible = visible & predicates.within_right(q_idx, k_idx, diagonal=diagonal, right=right)
     return visible
 
 
@@ -350,7 +357,7 @@ def merge_states(out1: Tensor, lse1: Tensor, out2: Tensor, lse2: Tensor) -> tupl
     FlashDecoding (Dao et al. 2023): out = sum of exp(lse_i - lse) out_i, lse = log of the sum of
     exp(lse_i).
     """
-    _check_states(out1, lse1, out2, lse2)
+    _check_states(out1, lse1, out2=out2, lse2=lse2)
     exact = torch.promote_types(torch.promote_types(lse1.dtype, lse2.dtype), torch.float32)
     lse1, lse2 = lse1.to(exact), lse2.to(exact)
     row_max = torch.maximum(lse1, lse2).detach()
@@ -369,8 +376,8 @@ def _check_states(out1: Tensor, lse1: Tensor, out2: Tensor, lse2: Tensor) -> Non
     states = dict(out1=out1, lse1=lse1, out2=out2, lse2=lse2)
     for name, x in states.items():
         if not isinstance(x, Tensor) or not x.is_floating_point():
-            what = f"a {x.dtype} tensor" if isinstance(x, Tensor) else f"{a_type(x)}"
-            raise ArgumentError(f"{name} is {what}: it must be a torch.Tensor of floats")
+            kind = f"a {x.dtype} tensor" if isinstance(x, Tensor) else f"{a_type(x)}"
+            raise ArgumentError(f"{name} is {kind}: it must be a torch.Tensor of floats")
         if x.device != out1.device:
             raise ArgumentError(
                 f"{name} is on {x.device} and out1 is on {out1.device}: move them to one device"

@@ -127,9 +127,9 @@ def test_intervals_settle_the_usual_masks(name, monkeypatch):
     """Only tiles on an edge of the mask are evaluated."""
     evaluated, settle = [], block_mask._settle
 
-    def counted(made, blocks, kinds, *rest):
+    def counted(*args, kinds, **others):
         evaluated.append(int((kinds == block_mask.UNKNOWN).sum()))
-        settle(made, blocks, kinds, *rest)
+        settle(*args, kinds=kinds, **others)
 
     monkeypatch.setattr(block_mask, "_settle", counted)
     ids = torch.arange(2048, dtype=torch.int32) // 500

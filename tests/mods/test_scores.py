@@ -163,11 +163,11 @@ def test_a_derivative_that_was_given():
 
 def test_tensors_that_are_too_short():
     with pytest.raises(ArgumentError, match=r"score function reads t0\[h\].*nheads is 4"):
-        check_sizes(alibi(SLOPES), 1, 4, 8, 8)
-    check_sizes(relative_bias(BIAS[:, 0, :5]), 1, 3, 99, 99)
+        check_sizes(alibi(SLOPES), (1, 4, 8, 8))
+    check_sizes(relative_bias(BIAS[:, 0, :5]), (1, 3, 99, 99))
     given = score(lambda s, b, h, q, k: s, derivative=lambda s, b, h, q, k: 1.0 + SLOPES[q])
     with pytest.raises(ArgumentError, match=r"t0\[q_idx\].*seqlen_q is 4"):
-        check_sizes(given, 1, 1, 4, 4)
+        check_sizes(given, (1, 1, 4, 4))
 
 
 UNTRACEABLE = {

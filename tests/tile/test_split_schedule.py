@@ -71,7 +71,7 @@ def share_kernel(
     lane, call = tl.arange(0, 32), SplitCall(optionals, sizes, numbers)
     share = share_of(lane, programs, call, FEATURES, TOKENS)
     found = divide_equally(sequence_at(programs * 0, call, FEATURES).pieces, share)
-    tl.store(out, found.each)
+    tl.store(out, found.length)
     tl.store(out + 1, found.parts)
 
 
@@ -93,7 +93,7 @@ def order_kernel(
         for i in tl.static_range(5):
             tl.store(out + 8 * number + i, fields[i])
         tl.store(out + 8 * number + 5, found.division.parts)
-        tl.store(out + 8 * number + 6, found.division.each)
+        tl.store(out + 8 * number + 6, found.division.length)
 
 
 BATCHES = [

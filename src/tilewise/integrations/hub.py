@@ -39,6 +39,6 @@ def local_kernels(*names: str) -> str:
     for name in names:
         if not re.fullmatch(r"[^/:=@\s]+/[^/:=@\s]+", name):
             raise ArgumentError(f"{name!r}: it must be owner/name, as kernels on the hub have")
-    given = os.environ.get("LOCAL_KERNELS", "").split(":")
-    others = [entry for entry in given if entry and entry.split("=")[0] not in names]
-    return ":".join([*others, *(f"{name}={FOLDER}" for name in names)])
+    entries = os.environ.get("LOCAL_KERNELS", "").split(":")
+    kept_entries = [entry for entry in entries if entry and entry.split("=")[0] not in names]
+    return ":".join([*kept_entries, *(f"{name}={FOLDER}" for name in names)])

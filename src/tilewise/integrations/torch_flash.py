@@ -27,7 +27,7 @@ from ..ops.schema import INPUTS
 from ..problem import LONG_SEQLEN, OPEN, Call, Extras, Saved
 
 Tensor = torch.Tensor
-WORDS = Words("query", "key", "value", shape="(batch, seqlen, nheads, headdim)")
+WORDS = Words("query", "key", v="value", shape="(batch, seqlen, nheads, headdim)")
 DENSE, PACKED = "_scaled_dot_product_flash_attention", "_flash_attention_forward"
 OF_DENSE, OF_PACKED = f"{DENSE}_backward", "_flash_attention_backward"
 INTO = f"{PACKED}_no_dropout_inplace"  # since torch 2.12
@@ -60,10 +60,11 @@ def attend(arguments: FlashArguments) -> tuple[Tensor, Tensor]:
     _refuse(arguments)
     if arguments.block_table is not None:
         return _attend_pages(arguments)
-    q, k, v = _in_batch(arguments.cum_seq_q is not None, *arguments[:INPUTS])
+    q, k, v = _in_batch(arguments.cum_seq_q is not None, arguments[:INPUTS])
     extras = _extras(arguments)
-    call = ops.known_call(_checked(arguments, q, k, v, extras), (q, k, v, *extras.tensors))
-    out, lse = ops.run_forward(call, q, k, v, extras)
+    call = _checked(arguments, q, k=k, v=v, extras=extras)
+    call = ops.known_call(call, (q, k, v, *extras.tensors))
+    out, lse = ops.run_forward(call, q, k=k, v=v, extras=extras)
     if arguments.cum_seq_q is not None:
         return out.squeeze(0), lse.squeeze(0)
     return out, lse
@@ -71,15 +72,18 @@ def attend(arguments: FlashArguments) -> tuple[Tensor, Tensor]:
 
 def _attend_pages(arguments: FlashArguments) -> tuple[Tensor, Tensor]:
     """Over pages: `seqused_k` says how many keys each sequence has."""
-    q, k, v = _rows(*arguments[:INPUTS])
+    q, k, v = _in_batch(False, arguments[:INPUTS])
     window = arguments.window_size_left, arguments.window_size_right
     with torch.no_grad():
         return varlen_of_pages(
-            *(q, k, v, arguments.block_table),
-            (arguments.seqused_k, None, arguments.cum_seq_q, None),
-            (arguments.alibi_slopes, None),
-            (arguments.is_causal, arguments.scale, window, 0.0),
-            (0, 0.0, (None, None)),
+            q,
+            k,
+            v=v,
+            block_table=arguments.block_table,
+            lengths=(arguments.seqused_k, None, arguments.cum_seq_q, None),
+            score_args=(arguments.alibi_slopes, None),
+            numbers=(arguments.is_causal, arguments.scale, window, 0.0),
+            others=(0, 0.0, (None, None)),
         )
 
 
@@ -87,13 +91,14 @@ def differentiate(saved: Saved, arguments: FlashArguments) -> tuple[Tensor, Tens
     """The gradients of query, key and value."""
     _refuse(arguments)
     is_packed = arguments.cum_seq_q is not None
-    given = saved.dout, saved.q, saved.k, saved.v, saved.out
-    dout, q, k, v, out = _in_batch(is_packed, *given)
+    tensors = saved.dout, saved.q, saved.k, saved.v, saved.out
+    dout, q, k, v, out = _in_batch(is_packed, tensors)
     extras = _extras(arguments)
-    call = ops.known_call(_checked(arguments, q, k, v, extras), (q, k, v, *extras.tensors))
+    call = _checked(arguments, q, k=k, v=v, extras=extras)
+    call = ops.known_call(call, (q, k, v, *extras.tensors))
     lse = saved.lse.contiguous()
     lse = lse.unsqueeze(0) if is_packed else lse
-    grads = ops.run_backward(call, Saved(dout, None, q, k, v, out, lse), extras)
+    grads = ops.run_backward(call, Saved(dout, None, q, k, v, out, lse), extras=extras)
     dq, dk, dv = grads[:INPUTS]
     if is_packed:
         return dq.squeeze(0), dk.squeeze(0), dv.squeeze(0)
@@ -113,23 +118,15 @@ def _refuse(arguments: FlashArguments) -> None:
             "dropout_p: tilewise supports dropout in F.scaled_dot_product_attention, not below it"
         )
     if torch.is_grad_enabled() and any(x.requires_grad for x in arguments[:INPUTS]):
-        for name in (
-            "alibi_slopes",
-            "seqused_k",
-            "block_table",
-        ):  # torch's formula hands them to no backward
+        for name in ("alibi_slopes", "seqused_k", "block_table"):  # torch's backward lacks them
             if getattr(arguments, name) is not None:
                 raise NotImplementedError(f"{name} with a gradient: torch has no backward for it")
 
 
-def _in_batch(is_packed: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+def _in_batch(is_packed: bool, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Packed tensors as a batch of 1; a last dimension that is not contiguous is copied."""
-    return _rows(*(x.unsqueeze(0) for x in tensors)) if is_packed else _rows(*tensors)
-
-
-def _rows(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """With a last dimension that is contiguous."""
-    return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
+    rows = (x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
+    return tuple(x.unsqueeze(0) for x in rows) if is_packed else tuple(rows)
 
 
 def _extras(arguments: FlashArguments) -> Extras:
@@ -144,14 +141,14 @@ def _extras(arguments: FlashArguments) -> Extras:
 def _checked(arguments: FlashArguments, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> Call:
     """torch's call as one of ours: causal is bottom-right, and closes a window to the right."""
     left, right = (
-        OPEN if side is None or side < 0 else side
-        for side in (arguments.window_size_left, arguments.window_size_right)
+        OPEN if size is None or size < 0 else size
+        for size in (arguments.window_size_left, arguments.window_size_right)
     )
     with torch.no_grad():
         call = check(
             q,
             k,
-            v,
+            v=v,
             extras=extras,
             numbers=(arguments.scale, None),
             align="bottom_right",
@@ -171,20 +168,20 @@ def _dense(
     query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None
 ):
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    sizes = query.shape[2], key.shape[2]
+    max_q, max_k = query.shape[2], key.shape[2]
     arguments = FlashArguments(
-        *(q, k, v), None, None, *sizes, dropout_p, is_causal, return_debug_mask, scale
+        q, k, v, None, None, max_q, max_k, dropout_p, is_causal, return_debug_mask, scale
     )
     out, lse = attend(arguments)
-    return _as_like(query, out.transpose(1, 2)), lse, None, None, *sizes, *_unused(query)
+    return _as_like(query, out.transpose(1, 2)), lse, None, None, max_q, max_k, *_unused(query)
 
 
 def _dense_backward(*args, scale=None):
     *tensors, lse, _, _, max_q, max_k, dropout_p, is_causal, _, _ = args
     dout, q, k, v, out = (x.transpose(1, 2) for x in tensors)
-    flags = max_q, max_k, dropout_p, is_causal, False, scale
-    saved = Saved(dout, None, q, k, v, out, lse)
-    grads = differentiate(saved, FlashArguments(q, k, v, None, None, *flags))
+    saved = Saved(dout, None, q=q, k=k, v=v, out=out, lse=lse)
+    arguments = FlashArguments(q, k, v, None, None, max_q, max_k, dropout_p, is_causal, scale=scale)
+    grads = differentiate(saved, arguments)
     return tuple(_as_like(x, grad.transpose(1, 2)) for x, grad in zip(tensors[1:4], grads))
 
 
@@ -197,16 +194,19 @@ def _packed(*args, **options):
 def _packed_backward(*args, scale=None, window_size_left=None, window_size_right=None):
     dout, *inputs, out, lse, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, _, _ = args
     q, k, v = inputs
-    lengths = cum_seq_q, cum_seq_k, max_q, max_k
-    flags = dropout_p, is_causal, False, scale, window_size_left, window_size_right
-    saved = Saved(dout, None, q, k, v, out, lse)
-    grads = differentiate(saved, FlashArguments(q, k, v, *lengths, *flags))
+    arguments = FlashArguments(
+        q, k, v, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, scale=scale
+    )
+    arguments = arguments._replace(
+        window_size_left=window_size_left, window_size_right=window_size_right
+    )
+    grads = differentiate(Saved(dout, None, q=q, k=k, v=v, out=out, lse=lse), arguments)
     return tuple(_as_like(x, grad) for x, grad in zip(inputs, grads))
 
 
 def _packed_into(out, *args, **options):
-    found, lse = attend(_arguments(args, options))
-    out.copy_(found)
+    result, lse = attend(_arguments(args, options))
+    out.copy_(result)
     return lse
 
 
@@ -226,10 +226,10 @@ def _unused(query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return state, unread, query.new_empty(0)
 
 
-def _as_like(x: Tensor, found: Tensor) -> Tensor:
-    """With the strides of `empty_like(x)`, as torch's graphs assert them."""
+def _as_like(x: Tensor, result: Tensor) -> Tensor:
+    """A result with the strides of `empty_like(x)`, as torch's graphs assert them."""
     like = torch.empty_like(x)
-    return found if found.stride() == like.stride() else like.copy_(found)
+    return result if result.stride() == like.stride() else like.copy_(result)
 
 
 KERNELS: dict[str, Callable] = {

@@ -189,29 +189,29 @@ def _attend(
     enable_gqa: bool = False,
 ) -> Tensor:
     """torch's operator, computed by tilewise."""
-    given = query, key, value, attn_mask, dropout_p, is_causal
-    options = dict(scale=scale, enable_gqa=enable_gqa)
+    options: dict[str, Any] = dict(attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal)
+    options.update(scale=scale, enable_gqa=enable_gqa)
     if not torch.backends.cuda.flash_sdp_enabled():
-        return _torchs(*given, **options)  # as sdpa_kernel asked
+        return _torchs(query, key, value, **options)  # as sdpa_kernel asked
     if _is_sharded(query):
         with attention.sdpa_kernel(attention.SDPBackend.FLASH_ATTENTION):
-            return _torchs(*given, **options)
+            return _torchs(query, key, value, **options)
     if peek_interpreter_stack() is not None:
-        return _transformed(*given, **options)
+        return _transformed(query, key, value, **options)
     try:
-        return sdpa.scaled_dot_product_attention(*given, scale=scale, enable_gqa=enable_gqa)
+        return sdpa.scaled_dot_product_attention(query, key, value=value, **options)
     except (ArgumentError, NotImplementedError) as error:
         if is_sharded():  # torch's own kernel would attend within the shard
             raise
         reason = str(error)
-    out = _torchs(*given, **options)
+    out = _torchs(query, key, value, **options)
     warn_slow(f"torch's own kernel computes this scaled_dot_product_attention: {reason}")
     return out
 
 
-def _transformed(*given, **options) -> Tensor:
+def _transformed(*args, **options) -> Tensor:
     """Inside of vmap, grad and other functorch transforms, which look below this operator."""
-    out = _torchs(*given, **options)
+    out = _torchs(*args, **options)
     warn_slow(
         "torch's own kernels compute scaled_dot_product_attention inside torch.func's "
         "transforms: call tilewise.scaled_dot_product_attention there"
@@ -219,9 +219,9 @@ def _transformed(*given, **options) -> Tensor:
     return out
 
 
-def _torchs(*given, **options) -> Tensor:
-    """What torch does: choose among its kernels."""
-    return torch.ops.aten.scaled_dot_product_attention.default.decompose(*given, **options)
+def _torchs(*args, **options) -> Tensor:
+    """Computes as torch does, which chooses among its kernels."""
+    return torch.ops.aten.scaled_dot_product_attention.default.decompose(*args, **options)
 
 
 def _is_sharded(query: Tensor) -> bool:

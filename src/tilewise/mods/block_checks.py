@@ -34,7 +34,7 @@ def check_lists(
     """Lists (counts, indices) for `rows` (batch, nheads, blocks of one side), which number `blocks`
     of the other; it waits for the device.
     """
-    check_form(name, lists, rows)
+    check_form(name, lists, rows=rows)
     counts, indices = lists
     if type(counts) is not Tensor or counts.is_meta or torch.compiler.is_compiling():
         return

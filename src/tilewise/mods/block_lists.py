@@ -58,8 +58,8 @@ def cut_at_ends(
         return partial, full
     grid = (*shape[:2], *(-(-n // size) for n, size in zip(shape[2:], block)))
     for name, lists in (("partial", partial), ("full", full)):
-        check_lists(f"{name}, by queries,", lists, grid[:3], grid[3])
-    kinds = kinds_of(partial, full, grid[3])
+        check_lists(f"{name}, by queries,", lists, rows=grid[:3], blocks=grid[3])
+    kinds = kinds_of(partial, full, n_blocks=grid[3])
     if shape[2] % block[0]:
         kinds[:, :, -1].clamp_(max=PARTIAL)
     if shape[3] % block[1]:

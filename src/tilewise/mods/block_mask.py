@@ -20,7 +20,7 @@ from . import from_flex, masks
 from .block_checks import check_lists, check_shape
 from .block_lists import FULL, PARTIAL, SKIPPED, UNKNOWN, BlockLists, kinds_of, lists_of
 from .documents import Documents, documents_of
-from .ends import MAX_END_ROWS, Ends, Found, says_ends
+from .ends import MAX_END_ROWS, EndRows, Ends, says_ends
 from .evaluation import evaluate
 from .expressions import INDICES
 from .function import check_sizes
@@ -61,11 +61,12 @@ class BlockMask:
     def __post_init__(self) -> None:
         check_shape(self.shape, self.block)
         object.__setattr__(self, "for_kernels", _for_kernels(self.mask, self.ends))
-        self._check_lists(self.partial, self.full, "by queries")
+        self._check_lists(self.partial, self.full, side="by queries")
         if self.transposed is None:
             object.__setattr__(self, "transposed", self._by_keys())
         else:
-            self._check_lists(*self.transposed, "by keys")
+            partial, full = self.transposed
+            self._check_lists(partial, full, side="by keys")
 
     def _check_lists(self, partial: BlockLists, full: BlockLists, side: str) -> None:
         batch, nheads, *blocks = self.grid
@@ -73,10 +74,10 @@ class BlockMask:
         if side == "by keys":
             blocks, whole = blocks[::-1], whole[::-1]
         rows = batch, nheads, blocks[0]
-        check_lists(f"partial, {side},", partial, rows, blocks[1])
-        check_lists(f"full, {side},", full, rows, whole[1])
-        cut = BlockLists(*(x[:, :, whole[0] :] for x in full))
-        check_lists(f"full, {side},", cut, (*rows[:2], blocks[0] - whole[0]), 0)
+        check_lists(f"partial, {side},", partial, rows=rows, blocks=blocks[1])
+        check_lists(f"full, {side},", full, rows=rows, blocks=whole[1])
+        cut = BlockLists(full.counts[:, :, whole[0] :], full.indices[:, :, whole[0] :])
+        check_lists(f"full, {side},", cut, rows=(*rows[:2], blocks[0] - whole[0]), blocks=0)
 
     def _by_keys(self) -> tuple[BlockLists, BlockLists]:
         kinds = self.kinds().transpose(2, 3)
@@ -94,7 +95,7 @@ class BlockMask:
 
     def kinds(self) -> Tensor:
         """uint8 (batch, nheads, m_blocks, n_blocks): 0 skipped, 1 partial, 2 full."""
-        return kinds_of(self.partial, self.full, self.grid[3])
+        return kinds_of(self.partial, self.full, n_blocks=self.grid[3])
 
     def sparsity(self) -> float:
         """The percentage of blocks that are skipped; it synchronizes."""
@@ -109,8 +110,8 @@ class BlockMask:
             ArgumentError: it does not.
         """
         lengths = (batch, nheads, seqlen_q, seqlen_k)
-        for own, n, index in zip(self.shape, lengths, INDICES):
-            if own != n and (own != 1 or index[1:] or self.mask.depends_on(index)):
+        for size, n, index in zip(self.shape, lengths, INDICES):
+            if size != n and (size != 1 or index[1:] or self.mask.depends_on(index)):
                 raise ArgumentError(
                     f"block_mask has (batch, nheads, seqlen_q, seqlen_k) {self.shape} and the "
                     f"call has {lengths}: build it for the shape of the call"
@@ -118,14 +119,19 @@ class BlockMask:
 
     def to(self, device: torch.device | str) -> BlockMask:
         """A copy on another device, with the mask's captured tensors."""
-        partial, full, *by_keys = (
-            BlockLists(*(x.to(device) for x in lists)) for lists in self.lists
-        )
-        mask = self.mask.to(device)
-        ends = None if self.ends is None else Ends(*(x.to(device) for x in self.ends))
+        lists = [BlockLists(x.counts.to(device), x.indices.to(device)) for x in self.lists]
+        ends = None if self.ends is None else Ends._make(x.to(device) for x in self.ends)
         documents = None if self.documents is None else self.documents.to(device)
-        lists = partial, full, (by_keys[0], by_keys[1])
-        return BlockMask(mask, self.shape, self.block, *lists, ends, documents)
+        return BlockMask(
+            self.mask.to(device),
+            self.shape,
+            block=self.block,
+            partial=lists[0],
+            full=lists[1],
+            transposed=(lists[2], lists[3]),
+            ends=ends,
+            documents=documents,
+        )
 
     def __repr__(self) -> str:
         partial, full = (int(lists.counts.sum()) for lists in (self.partial, self.full))
@@ -142,7 +148,7 @@ class BlockMask:
             block_mask: its mask_mod must be traceable, its BLOCK_SIZE of multiples of 16. Its lists
                 must cover its mask_mod; without a mask_mod they are the mask.
         """
-        return from_flex.converted(block_mask, cls).made
+        return from_flex.converted(block_mask, cls).block_mask
 
 
 def block_mask_of(block_mask: Any) -> BlockMask | None:
@@ -204,7 +210,7 @@ def create_block_mask(
     mask = masks.mask(mask)
     shape = (batch, nheads, seqlen_q, seqlen_k)
     check_shape(shape, block)
-    check_sizes(mask, *shape)
+    check_sizes(mask, shape)
     device = mask.device(device)
     rows, nheads = (
         n if mask.depends_on(i) else min(n, 1) for n, i in ((batch, "b"), (nheads, "h"))
@@ -213,14 +219,15 @@ def create_block_mask(
     grid = _grid(shape, block)
     kinds = torch.empty(grid, dtype=torch.uint8, device=device)
     is_small = rows * nheads * (seqlen_q + seqlen_k) <= MAX_END_ROWS
-    found = Found(shape, grid, block, device) if is_small and kinds.numel() else None
+    end_rows = EndRows(shape, grid, block, device) if is_small and kinds.numel() else None
     with torch.no_grad():
-        for slab in _slabs(grid, shape, block):
-            _classify(mask, shape, block, kinds, slab, found)
+        for slab in _slabs(grid, shape, block=block):
+            _classify(mask, shape, block=block, kinds=kinds, slab=slab, end_rows=end_rows)
     partial, full = lists_of(kinds == PARTIAL), lists_of(kinds == FULL)
-    ends = None if found is None else found.ends()
+    ends = None if end_rows is None else end_rows.ends()
     documents = documents_of(ends, batch)
-    return BlockMask(mask, shape, (block[0], block[1]), partial, full, None, ends, documents)
+    block = block[0], block[1]  # the caller's may be a list
+    return BlockMask(mask, shape, block, partial, full, ends=ends, documents=documents)
 
 
 def _for_kernels(mask: Mask, ends: Ends | None) -> Mask:
@@ -252,10 +259,10 @@ def _slabs(grid: Shape, shape: Shape, block: tuple[int, int]) -> Iterator[tuple[
     yield from itertools.product(*cuts)
 
 
-def _positions(start: int, stop: int, size: int, seqlen: int, device: torch.device) -> Tensor:
-    """The positions in blocks start to stop: int64 (blocks, size), the last real one repeated."""
-    positions = torch.arange(start * size, stop * size, device=device).clamp_(max=seqlen - 1)
-    return positions.view(-1, size)
+def _positions(blocks: range, size: int, seqlen: int, device: torch.device) -> Tensor:
+    """The positions in blocks: int64 (blocks, size), the last real one repeated."""
+    positions = torch.arange(blocks.start * size, blocks.stop * size, device=device)
+    return positions.clamp_(max=seqlen - 1).view(-1, size)
 
 
 def _classify(
@@ -264,23 +271,23 @@ def _classify(
     block: tuple[int, int],
     kinds: Tensor,
     slab: tuple[range, ...],
-    rows: Found | None,
+    end_rows: EndRows | None,
 ) -> None:
     """Fills in the kinds of one slab, and what its rows and columns see."""
     batches, heads, m_blocks = slab
     device = kinds.device
     blocks = Blocks(
-        torch.arange(batches.start, batches.stop, device=device)[:, None, None, None],
-        torch.arange(heads.start, heads.stop, device=device)[:, None, None],
-        _positions(m_blocks.start, m_blocks.stop, block[0], shape[2], device),
-        _positions(0, kinds.shape[3], block[1], shape[3], device),
+        b=torch.arange(batches.start, batches.stop, device=device)[:, None, None, None],
+        h=torch.arange(heads.start, heads.stop, device=device)[:, None, None],
+        q_idx=_positions(m_blocks, block[0], seqlen=shape[2], device=device),
+        k_idx=_positions(range(kinds.shape[3]), block[1], seqlen=shape[3], device=device),
     )
-    lo, hi = bound(mask.expr, blocks, mask.tensors)
+    lo, hi = bound(mask.expr, blocks, tensors=mask.tensors)
     part = kinds[tuple(slice(r.start, r.stop) for r in slab)]
     part.copy_(torch.where(lo, FULL, torch.where(hi, UNKNOWN, SKIPPED)).to(torch.uint8))
-    if rows is not None:
-        rows.add_full(slab, part == FULL)
-    _settle(mask, blocks, part, slab, rows)
+    if end_rows is not None:
+        end_rows.add_full(slab, part == FULL)
+    _settle(mask, blocks, kinds=part, slab=slab, end_rows=end_rows)
     # A tile that runs past an end is masked there, so it is never full
     if shape[2] % block[0] and m_blocks.stop == kinds.shape[2]:
         part[:, :, -1].clamp_(max=PARTIAL)
@@ -289,24 +296,24 @@ def _classify(
 
 
 def _settle(
-    mask: Mask, blocks: Blocks, kinds: Tensor, slab: tuple[range, ...], rows: Found | None
+    mask: Mask, blocks: Blocks, kinds: Tensor, slab: tuple[range, ...], end_rows: EndRows | None
 ) -> None:
     """Evaluates every pair of the tiles that intervals left open, some tiles at a time."""
     unknown = (kinds == UNKNOWN).nonzero()
     pairs = blocks.q_idx.shape[1] * blocks.k_idx.shape[1]
-    for at in unknown.split(max(1, PAIRS_AT_ONCE // pairs)):
-        b, h, m, n = at.unbind(1)
-        found = evaluate(
+    for tiles in unknown.split(max(1, PAIRS_AT_ONCE // pairs)):
+        b, h, m, n = tiles.unbind(1)
+        sees = evaluate(
             mask.expr,
             blocks.b.flatten()[b, None, None],
-            blocks.h.flatten()[h, None, None],
-            blocks.q_idx[m][:, :, None],
-            blocks.k_idx[n][:, None, :],
-            mask.tensors,
+            h=blocks.h.flatten()[h, None, None],
+            q_idx=blocks.q_idx[m][:, :, None],
+            k_idx=blocks.k_idx[n][:, None, :],
+            tensors=mask.tensors,
         )
         # A mask of few indices answers for more than one pair, or tile, at once
-        if rows is not None:
+        if end_rows is not None:
             sizes = blocks.q_idx.shape[1], blocks.k_idx.shape[1]
-            rows.add_pairs(slab, at, found.expand(len(at), *sizes))
-        found = found.expand(torch.broadcast_shapes(found.shape, (len(at), 1, 1))).flatten(1)
-        kinds[b, h, m, n] = found.any(1).to(torch.uint8) + found.all(1).to(torch.uint8)
+            end_rows.add_pairs(slab, tiles, is_seen=sees.expand(len(tiles), *sizes))
+        sees = sees.expand(torch.broadcast_shapes(sees.shape, (len(tiles), 1, 1))).flatten(1)
+        kinds[b, h, m, n] = sees.any(1).to(torch.uint8) + sees.all(1).to(torch.uint8)

@@ -58,12 +58,12 @@ def reads_in(code: types.CodeType, methods: frozenset[str] = frozenset()) -> Rea
     Reads(globals=(('abs',), ('math', 'pi')), free=())
     >>> reads_in((lambda x: x.y).__code__)
     """
-    found: dict[str, dict[Path, None]] = {"LOAD_GLOBAL": {}, "LOAD_DEREF": {}}
+    paths: dict[str, dict[Path, None]] = {"LOAD_GLOBAL": {}, "LOAD_DEREF": {}}
     path: Path = ()  # of what lies on top of the stack
     loaded = ""
     for step in dis.get_instructions(code):
         if step.is_jump_target:  # something else may lie there
-            found.get(loaded, {})[path] = None
+            paths.get(loaded, {})[path] = None
             path, loaded = (), ""
         if step.opname == "EXTENDED_ARG":
             continue
@@ -71,12 +71,12 @@ def reads_in(code: types.CodeType, methods: frozenset[str] = frozenset()) -> Rea
             path = *path, step.argval
             continue
         if loaded:
-            found[loaded][path] = None
+            paths[loaded][path] = None
             path, loaded = (), ""
-        if step.opname in found:
+        if step.opname in paths:
             path, loaded = (step.argval,), step.opname
         elif step.opname in ATTRIBUTES and step.argval in methods:
             continue
         elif step.opname not in OWN and not step.opname.startswith(JUMPS):
             return None
-    return Reads(tuple(found["LOAD_GLOBAL"]), tuple(found["LOAD_DEREF"]))
+    return Reads(tuple(paths["LOAD_GLOBAL"]), tuple(paths["LOAD_DEREF"]))

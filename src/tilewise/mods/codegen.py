@@ -67,7 +67,7 @@ class Captured(NamedTuple):
 
 def captured_of(tensors: tuple[Tensor, ...]) -> tuple[Captured, ...]:
     """The captured tensors as generated functions read them."""
-    return tuple(Captured(x, tuple(x.shape), x.stride()) for x in tensors)
+    return tuple(Captured(x, tuple(x.shape), strides=x.stride()) for x in tensors)
 
 
 @functools.lru_cache(maxsize=TABLE_SIZE)
@@ -173,11 +173,11 @@ class _Lines:
         plan, inputs = self.plan, step.inputs
         operands = [self.values[i] for i in inputs]
         as_floats = takes_floats(step.op, [plan[i].kind for i in inputs])
-        for at, i in enumerate(inputs):
+        for position, i in enumerate(inputs):
             if as_floats and plan[i].op == INT:
-                operands[at] = constant_text(float(plan[i].value))
+                operands[position] = constant_text(float(plan[i].value))
             elif as_floats and plan[i].kind == INT:
-                operands[at] = f"tl.cast({operands[at]}, tl.float32)"
+                operands[position] = f"tl.cast({operands[position]}, tl.float32)"
         if all(plan[i].op in CONSTANTS for i in inputs):
             # Else Python computes, and its ~True is -2
             first = plan[inputs[0]]
@@ -186,8 +186,8 @@ class _Lines:
                 operands[0] = f"tl.cast({operands[0]}, {TYPES[kind]})"
         is_widened = self.is_long[len(self.values)] and not any(self.is_long[i] for i in inputs)
         if is_widened and not as_floats:
-            at = next(at for at, i in enumerate(inputs) if plan[i].kind == INT)
-            operands[at] = f"tl.cast({operands[at]}, {INT64})"
+            position = next(position for position, i in enumerate(inputs) if plan[i].kind == INT)
+            operands[position] = f"tl.cast({operands[position]}, {INT64})"
         return operands
 
     def _bounds(self, step: TreeStep) -> tuple[Range, Range]:
@@ -201,18 +201,18 @@ class _Lines:
         """
         of_x, of_d = self._bounds(step)
         bits = BITS_64 if self.is_long[len(self.values)] else BITS_32
-        instead = {0: "0" if step.op == "//" else x} if of_d.has(0) else {}
+        special = {0: "0" if step.op == "//" else x} if of_d.has(0) else {}
         if of_d.has(-1) and of_x.has(bits.lo):
-            instead[-1] = f"-{x}" if step.op == "//" else "0"
-        if not instead:
+            special[-1] = f"-{x}" if step.op == "//" else "0"
+        if not special:
             return self._rounded_down(step, x, d)
-        given = self._assign(f"d{len(self.text)}", f"tl.cast({d}, {self._type(step)})")
-        known = [f"({given} == {value})" for value in instead]
-        safe = self._assign(f"s{len(self.text)}", f"tl.where({' | '.join(known)}, 1, {given})")
-        found = self._rounded_down(step, x, safe)
-        for is_known, text in zip(known, instead.values()):
-            found = f"tl.where({is_known}, {text}, {found})"
-        return found
+        divisor = self._assign(f"d{len(self.text)}", f"tl.cast({d}, {self._type(step)})")
+        matches = [f"({divisor} == {value})" for value in special]
+        safe = self._assign(f"s{len(self.text)}", f"tl.where({' | '.join(matches)}, 1, {divisor})")
+        quotient = self._rounded_down(step, x, safe)
+        for is_match, text in zip(matches, special.values()):
+            quotient = f"tl.where({is_match}, {text}, {quotient})"
+        return quotient
 
     def _shifted(self, step: TreeStep, x: str, y: str) -> str:
         """`<<` or `>>`; past the last bit, what moves every bit out gives."""

@@ -51,19 +51,21 @@ def documents_of(ends: Ends | None, batch: int) -> Documents | None:
     if nheads != 1 or not batch * seqlen:
         return None
     first, stop = ends.first_key[:, 0], ends.stop_key[:, 0]
-    here = torch.arange(seqlen, dtype=first.dtype, device=first.device)
-    begins = first == here
-    ends_here = torch.cat([begins[:, 1:], begins.new_ones(rows, 1)], 1)
+    q_idx = torch.arange(seqlen, dtype=first.dtype, device=first.device)
+    begins = first == q_idx
+    is_last = torch.cat([begins[:, 1:], begins.new_ones(rows, 1)], 1)
     # A row that begins no document sees keys from the same one on as the row before it
     goes_on = torch.cat([begins[:, :1], first[:, 1:] == first[:, :-1]], 1)
     is_one = (begins | goes_on).all()
-    is_causal = (stop == here + 1).all()
-    is_full = torch.where(ends_here, stop == here + 1, stop == stop.roll(-1, 1)).all()
+    is_causal = (stop == q_idx + 1).all()
+    is_full = torch.where(is_last, stop == q_idx + 1, stop == stop.roll(-1, 1)).all()
     starts = begins.expand(batch, seqlen).flatten().nonzero()[:, 0]
     if not len(starts):  # every query sees a key before its own, or none up to its own
         return None
     cu_seqlens = torch.cat([starts, starts.new_full((1,), batch * seqlen)])
-    told = torch.stack([is_one, is_causal, is_full, cu_seqlens.diff().amax()]).tolist()
-    if not told[0] or not (told[1] or told[2]):
+    # In one copy from the device
+    facts = torch.stack([is_one, is_causal, is_full, cu_seqlens.diff().amax()]).tolist()
+    has_documents, causal, full, longest = facts
+    if not has_documents or not (causal or full):
         return None
-    return Documents(batch, cu_seqlens.int(), told[3], bool(told[1]))
+    return Documents(batch, cu_seqlens.int(), longest=longest, causal=bool(causal))

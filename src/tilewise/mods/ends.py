@@ -55,23 +55,23 @@ class Side:
         self.first[at] = torch.minimum(self.first[at], first[..., None].int())
         self.stop[at] = torch.maximum(self.stop[at], stop[..., None].int())
 
-    def add_pairs(self, rows: Tensor, starts: Tensor, seen: Tensor) -> None:
-        """Pairs `seen` (blocks, BLOCK, BLOCK of the other side) of the blocks numbered `rows`, with
-        the other side's from `starts` on.
+    def add_pairs(self, rows: Tensor, starts: Tensor, is_seen: Tensor) -> None:
+        """Pairs (blocks, BLOCK, BLOCK of the other side) of the blocks numbered `rows`, with the
+        other side's from `starts` on.
         """
-        place = torch.arange(seen.shape[2], device=seen.device)
-        first = torch.where(seen, place, seen.shape[2]).amin(2) + starts[:, None]
-        stop = torch.where(seen, place + 1, 0).amax(2) + starts[:, None]
-        count = seen.sum(2)
+        place = torch.arange(is_seen.shape[2], device=is_seen.device)
+        first = torch.where(is_seen, place, is_seen.shape[2]).amin(2) + starts[:, None]
+        stop = torch.where(is_seen, place + 1, 0).amax(2) + starts[:, None]
+        count = is_seen.sum(2)
         first = torch.where(count > 0, first, self.seqlen).int()
         stop = torch.where(count > 0, stop, 0).int()
         of_rows = rows[:, None].expand(count.shape)
-        for held, found, how in (
+        for totals, values, reduction in (
             (self.count, count.int(), "sum"),
             (self.first, first, "amin"),
             (self.stop, stop, "amax"),
         ):
-            held.view(-1, held.shape[-1]).scatter_reduce_(0, of_rows, found, how)
+            totals.view(-1, totals.shape[-1]).scatter_reduce_(0, of_rows, values, reduction)
 
     def ends(self, seqlen: int) -> tuple[Tensor, Tensor, Tensor]:
         """First and stop of each of `seqlen` rows, and whether that says all of every row."""
@@ -84,14 +84,14 @@ class Side:
         return first, stop, says_all
 
 
-class Found:
+class EndRows:
     """The rows and columns of a mask, as its blocks are looked at."""
 
     def __init__(self, shape: tuple[int, ...], grid: tuple[int, ...], block, device) -> None:
         batch, nheads, m_blocks, n_blocks = grid
         self.shape, self.block, self.grid = shape, block, grid
-        self.queries = Side((batch, nheads, m_blocks, block[0]), shape[3], device)
-        self.keys = Side((batch, nheads, n_blocks, block[1]), shape[2], device)
+        self.queries = Side((batch, nheads, m_blocks, block[0]), shape[3], device=device)
+        self.keys = Side((batch, nheads, n_blocks, block[1]), shape[2], device=device)
 
     def add_full(self, slab: tuple[range, ...], full: Tensor) -> None:
         """Blocks (batch, nheads, m_blocks, n_blocks) of a slab that are known to be full."""
@@ -102,17 +102,17 @@ class Found:
         self.queries.add_full((batches, heads, m_blocks), full, n_starts, block_n)
         self.keys.add_full((batches, heads), full.transpose(2, 3), m_starts, block_m)
 
-    def add_pairs(self, slab: tuple[range, ...], at: Tensor, seen: Tensor) -> None:
-        """Pairs of blocks `at`, each (b, h, m, n) within the slab."""
-        b, h, m, n = at.unbind(1)
+    def add_pairs(self, slab: tuple[range, ...], tiles: Tensor, is_seen: Tensor) -> None:
+        """Pairs of tiles, each (b, h, m, n) within the slab."""
+        b, h, m, n = tiles.unbind(1)
         b, h, m = b + slab[0].start, h + slab[1].start, m + slab[2].start
         block_m, block_n = self.block
-        q = m[:, None] * block_m + torch.arange(block_m, device=at.device)
-        k = n[:, None] * block_n + torch.arange(block_n, device=at.device)
-        seen = seen & (q < self.shape[2])[:, :, None] & (k < self.shape[3])[:, None, :]
+        q = m[:, None] * block_m + torch.arange(block_m, device=tiles.device)
+        k = n[:, None] * block_n + torch.arange(block_n, device=tiles.device)
+        is_seen = is_seen & (q < self.shape[2])[:, :, None] & (k < self.shape[3])[:, None, :]
         head = b * self.grid[1] + h
-        self.queries.add_pairs(head * self.grid[2] + m, n * block_n, seen)
-        self.keys.add_pairs(head * self.grid[3] + n, m * block_m, seen.transpose(1, 2))
+        self.queries.add_pairs(head * self.grid[2] + m, n * block_n, is_seen)
+        self.keys.add_pairs(head * self.grid[3] + n, m * block_m, is_seen.transpose(1, 2))
 
     def ends(self) -> Ends | None:
         """The ends, or None for another kind of mask; it waits for the device."""
@@ -132,14 +132,15 @@ def _mask_of(ends: Ends) -> Mask:
         is_query = (q_idx >= first_query[b, h, kv_idx]) & (q_idx < stop_query[b, h, kv_idx])
         return is_key & is_query
 
-    return Mask(*trace(within, MASK))
+    expr, tensors = trace(within, MASK)
+    return Mask(expr, tensors)
 
 
 @functools.cache
 def _names() -> frozenset[str]:
     shapes = ((1 + b, 1 + h, 1) for b in (False, True) for h in (False, True))
-    made = (torch.zeros(shape, dtype=torch.int32, device="cpu") for shape in shapes)
-    return frozenset(Ends(x, x.clone(), x.clone(), x.clone()).mask().key for x in made)
+    columns = (torch.zeros(shape, dtype=torch.int32, device="cpu") for shape in shapes)
+    return frozenset(Ends(x, x.clone(), x.clone(), x.clone()).mask().key for x in columns)
 
 
 def says_ends(name: str) -> bool:

@@ -54,28 +54,28 @@ def evaluate(
     Returns:
         A tensor, shaped as the broadcast of the indices and scores that the tree uses.
     """
-    given = {name: _tensor(x).long() for name, x in zip(INDICES, (b, h, q_idx, k_idx))}
+    leaves = {name: _tensor(x).long() for name, x in zip(INDICES, (b, h, q_idx, k_idx))}
     dtype = torch.float32
     if score is not None:
         score = _tensor(score)
         dtype = torch.promote_types(score.dtype, dtype)
-        given[SCORE] = score.to(dtype)
+        leaves[SCORE] = score.to(dtype)
     plan = steps(expr)
     last_user = {i: number for number, step in enumerate(plan) for i in step.inputs}
-    found: list = []
+    values: list = []
     for number, step in enumerate(plan):
         kinds = [plan[i].kind for i in step.inputs]
-        operands = [found[i] for i in step.inputs]
+        operands = [values[i] for i in step.inputs]
         if takes_floats(step.op, kinds):
             operands = [x.to(dtype) if k == INT else x for x, k in zip(operands, kinds)]
         if step.op in OPERATORS:
-            found.append(_compute_of(step, plan)(*operands))
+            values.append(_compute_of(step, plan)(*operands))
         else:
-            found.append(_leaf(step, operands, given, tensors, dtype))
+            values.append(_leaf(step, operands, leaves=leaves, tensors=tensors, dtype=dtype))
         for i in step.inputs:
             if last_user[i] == number:
-                found[i] = None  # its memory
-    return found[-1]
+                values[i] = None  # its memory
+    return values[-1]
 
 
 def _tensor(x) -> Tensor:
@@ -91,26 +91,26 @@ def _compute_of(step: TreeStep, plan: list[TreeStep]) -> Callable[..., Tensor]:
     return OPERATORS[step.op].compute
 
 
-def _leaf(step: TreeStep, index: list, given: dict[str, Tensor], tensors, dtype) -> Tensor:
-    if step.op in given:
-        return given[step.op]
+def _leaf(step: TreeStep, index: list, leaves: dict[str, Tensor], tensors, dtype) -> Tensor:
+    if step.op in leaves:
+        return leaves[step.op]
     if step.op == "load":
-        found = load(tensors[step.value[0]], index)
-        return found.to(dtype) if step.kind == FLOAT else found
+        values = load(tensors[step.value[0]], index)
+        return values.to(dtype) if step.kind == FLOAT else values
     kind = dtype if step.op == FLOAT else None
-    return torch.full((), step.value, dtype=kind, device=given["q_idx"].device)
+    return torch.full((), step.value, dtype=kind, device=leaves["q_idx"].device)
 
 
 def load(x: Tensor, index: list) -> Tensor:
     """The elements of a captured tensor at clamped indices; integers come as int64."""
     if x.dtype in (torch.uint16, torch.uint32):  # which torch does not index on every device
         x = x.to(torch.int64)
-    at = [
+    indices = [
         i.to(x.device).clamp(0, n - 1)
         if isinstance(i, Tensor)
         else torch.full((), i, device=x.device)
         for i, n in zip(index, x.shape)
     ]
     # Not x[...]: under vmap that asks for the value of an index
-    found = torch.ops.aten.index.Tensor(x, at) if at else x
-    return found.to(torch.int64) if kind_of_dtype(x.dtype) == INT else found
+    values = torch.ops.aten.index.Tensor(x, indices) if indices else x
+    return values.to(torch.int64) if kind_of_dtype(x.dtype) == INT else values

@@ -71,7 +71,7 @@ class Node:
             if node is None:
                 node = super().__new__(cls)
                 node.op, node.inputs, node.value = op, inputs, value
-                node.kind = kind_of_step(op, value, [x.kind for x in inputs])
+                node.kind = kind_of_step(op, value, kinds=[x.kind for x in inputs])
                 _nodes[key] = node
         return node
 
@@ -237,8 +237,7 @@ def kind_of_step(op: str, value: Any, kinds: list[str]) -> str:
     if op == "load":
         return "" if set(kinds) - {INT} else kind_of_dtype(value[1])
     if op in OPERATORS:
-        known = OPERATORS[op]
-        return known.kind(*kinds) if len(kinds) == known.arity else ""
+        return OPERATORS[op].kind(*kinds) if len(kinds) == OPERATORS[op].arity else ""
     return "" if kinds else LEAVES.get(op, "")
 
 
@@ -254,15 +253,15 @@ def kind_of_dtype(dtype: torch.dtype) -> str:
 
 def nodes_of(expr: Node) -> list[Node]:
     """The distinct nodes, inputs before their users, the whole tree last."""
-    found: dict[Node, None] = {}
+    ordered: dict[Node, None] = {}
     stack = [expr]  # and no recursion: derivatives are deep
     while stack:
-        missing = [x for x in stack[-1].inputs if x not in found]
+        missing = [x for x in stack[-1].inputs if x not in ordered]
         if missing:
             stack.extend(reversed(missing))
         else:
-            found.setdefault(stack.pop())
-    return list(found)
+            ordered.setdefault(stack.pop())
+    return list(ordered)
 
 
 def slots_of(expr: Node) -> int:
@@ -281,13 +280,13 @@ class TreeStep(NamedTuple):
 
 def steps(expr: Node) -> list[TreeStep]:
     """The distinct nodes as steps: what occurs twice in the tree is here once."""
-    found: list[TreeStep] = []
+    plan: list[TreeStep] = []
     numbers: dict[Node, int] = {}
     for node in nodes_of(expr):
-        numbers[node] = len(found)
+        numbers[node] = len(plan)
         inputs = tuple(numbers[x] for x in node.inputs)
-        found.append(TreeStep(node.op, inputs, node.value, node.kind))
-    return found
+        plan.append(TreeStep(node.op, inputs, value=node.value, kind=node.kind))
+    return plan
 
 
 def takes_floats(op: str, kinds: list[str]) -> bool:
@@ -305,11 +304,11 @@ def describe(expr: Node) -> str:
 
 def descriptions(expr: Node) -> dict[Node, str]:
     """Each distinct node as people write it."""
-    found: dict[Node, str] = {}
+    texts: dict[Node, str] = {}
     for node in nodes_of(expr):
-        text = _described(node, [found[x] for x in node.inputs])
-        found[node] = text if len(text) <= LONGEST else "(...)"
-    return found
+        text = _described(node, [texts[x] for x in node.inputs])
+        texts[node] = text if len(text) <= LONGEST else "(...)"
+    return texts
 
 
 def _described(node: Node, inputs: list[str]) -> str:

@@ -63,7 +63,7 @@ def modifiers_of(
     score = None if score_mod is None else scores.score(score_mod)
     for function in (mask, score):
         if function is not None:
-            check_sizes(function, *sizes)
+            check_sizes(function, sizes)
     names = Mods(
         mask="" if mask is None else mask.key,
         score="" if score is None else score.key,
@@ -149,29 +149,29 @@ def check_captured(names: Mods, q: Tensor, k: Tensor, extras: Extras) -> None:
     check_lengths(sizes)
     functions, of_mask = captured, count_tensors(names.mask)
     if names.block != NO_MODS.block:
-        _check_blocks(names, captured, sizes)
+        _check_blocks(names, captured, sizes=sizes)
         functions = captured[BLOCK_TENSORS:]
     if bool(names.score) != bool(names.derivative):
         raise ArgumentError("a score_mod and its score_derivative go together: pass both, or none")
-    for what, name, tensors in (
+    for argument, name, tensors in (
         ("mask_mod", names.mask, functions[:of_mask]),
         ("score_mod", names.score, functions[of_mask:]),
         ("score_derivative", names.derivative, functions[of_mask:]),
     ):
         for load in loads_of(name):
-            _check_load(what, load, tensors, sizes)
+            _check_load(argument, load, tensors=tensors, sizes=sizes)
 
 
-def _check_load(what: str, load: Load, tensors: tuple[Tensor, ...], sizes: dict[str, int]) -> None:
+def _check_load(name: str, load: Load, tensors: tuple[Tensor, ...], sizes: dict[str, int]) -> None:
     slot, dtype, indices = load
     if slot >= len(tensors):
         raise ArgumentError(
-            f"{what} reads captured tensor {slot}, and {len(tensors)} are passed for it: pass all"
+            f"{name} reads captured tensor {slot}, and {len(tensors)} are passed for it: pass all"
         )
     x = tensors[slot]
     if x.dtype != dtype or x.ndim != len(indices):
         raise ArgumentError(
-            f"{what} reads captured tensor {slot} as {dtype} by {len(indices)} indices, and it is "
+            f"{name} reads captured tensor {slot} as {dtype} by {len(indices)} indices, and it is "
             f"{x.dtype} of shape {tuple(x.shape)}: pass the tensor that it was made with"
         )
     for dim, (index, n) in enumerate(zip(indices, x.shape)):
@@ -185,7 +185,7 @@ def _check_load(what: str, load: Load, tensors: tuple[Tensor, ...], sizes: dict[
             fits = n > 0 and not (isinstance(sizes[index], int) and sizes[index] > n)
         if not fits:
             raise ArgumentError(
-                f"{what} reads captured tensor {slot} of shape {tuple(x.shape)} at "
+                f"{name} reads captured tensor {slot} of shape {tuple(x.shape)} at "
                 f"{'an index' if index is None else index}, of which there are "
                 f"{sizes.get(str(index), 1)}: dimension {dim} is too short"
             )
@@ -201,14 +201,14 @@ def _check_blocks(names: Mods, captured: tuple[Tensor, ...], sizes: dict[str, in
             f"mask_block={names.block} and {len(captured)} captured tensors: a block mask has "
             f"{BLOCK_TENSORS}, of BlockMask.partial, full and transposed"
         )
-    blocks = [-(-sizes[side] // size) for side, size in zip(("q_idx", "k_idx"), names.block)]
-    for name, sides in zip(("partial", "full"), _lists_in(captured)):
-        for lists, n, side in zip(sides, blocks, ("by queries", "by keys")):
+    blocks = [-(-sizes[axis] // size) for axis, size in zip(("q_idx", "k_idx"), names.block)]
+    for name, by_queries_and_keys in zip(("partial", "full"), _lists_in(captured)):
+        for lists, n, axis in zip(by_queries_and_keys, blocks, ("by queries", "by keys")):
             shape = tuple(lists.counts.shape)
             rows = (*(x if x == 1 else sizes[y] for x, y in zip(shape, "bh")), n)
             if not all(isinstance(x, int) for x in (*shape, *rows)):
                 rows = shape  # a compiler's symbols were compared when the mask was made
-            check_form(f"{name}, {side},", lists, rows)
+            check_form(f"{name}, {axis},", lists, rows=rows)
 
 
 def take_apart(names: Mods, captured: tuple[Tensor, ...]) -> Parts:
@@ -218,12 +218,13 @@ def take_apart(names: Mods, captured: tuple[Tensor, ...]) -> Parts:
         partial, full = _lists_in(captured)
         captured = captured[BLOCK_TENSORS:]
     of_mask = count_tensors(names.mask)
-    return Parts(partial, full, captured[:of_mask], captured[of_mask:])
+    return Parts(partial, full, mask=captured[:of_mask], score=captured[of_mask:])
 
 
 def _lists_in(captured: tuple[Tensor, ...]) -> tuple[Sides, Sides]:
     """The lists that come first, partial and full."""
-    lists = [BlockLists(*captured[i : i + 2]) for i in range(0, BLOCK_TENSORS, 2)]
+    blocks = captured[:BLOCK_TENSORS]
+    lists = [BlockLists(counts, indices) for counts, indices in zip(blocks[::2], blocks[1::2])]
     return (lists[0], lists[2]), (lists[1], lists[3])
 
 
@@ -242,11 +243,11 @@ def indices_used(names: Mods) -> frozenset[str]:
 @functools.lru_cache(maxsize=1024)
 def loads_per_pair(names: Mods) -> bool:
     """Whether a mask or score function reads a number of its own for each pair."""
-    sides: dict[Node, frozenset[str]] = {}  # of q_idx and k_idx those that a node depends on
+    positions: dict[Node, frozenset[str]] = {}  # q_idx and k_idx, if a node depends on them
     for node in (node for name in names[:3] if name for node in nodes_of(lookup(name))):
-        own = {node.op} & {"q_idx", "k_idx"}
-        sides[node] = frozenset(own).union(*(sides[x] for x in node.inputs))
-        if node.op == "load" and len(sides[node]) == 2:
+        mentioned = {node.op} & {"q_idx", "k_idx"}
+        positions[node] = frozenset(mentioned.union(*(positions[x] for x in node.inputs)))
+        if node.op == "load" and len(positions[node]) == 2:
             return True
     return False
 

@@ -33,7 +33,7 @@ class Converted(NamedTuple):
     lists: tuple[Tensor | None, ...]
     versions: tuple[int, ...] | None  # None where tensors do not count theirs
     mask: Mask
-    made: BlockMask
+    block_mask: BlockMask
 
 
 _converted: weakref.WeakKeyDictionary[Any, Converted] = weakref.WeakKeyDictionary()
@@ -48,10 +48,10 @@ def converted_once(block_mask: Any, ours: type[BlockMask]) -> BlockMask:
             "it with create_block_mask"
         )
     _check_kind(block_mask)
-    known = _converted.get(block_mask)
-    if known is None or not _is_as_it_was(block_mask, known):
-        known = _converted[block_mask] = converted(block_mask, ours)
-    return known.made
+    conversion = _converted.get(block_mask)
+    if conversion is None or not _is_as_it_was(block_mask, conversion):
+        conversion = _converted[block_mask] = converted(block_mask, ours)
+    return conversion.block_mask
 
 
 def converted(block_mask: Any, ours: type[BlockMask]) -> Converted:
@@ -78,11 +78,12 @@ def _converted_of(block_mask: Any, ours: type[BlockMask]) -> Converted:
     mask = _mask_of(block_mask)
     shape, block = (*counts.shape[:2], *block_mask.seq_lengths), tuple(block_mask.BLOCK_SIZE)
     check_shape(shape, block)
-    partial, full = cut_at_ends(trimmed(partial), trimmed(full), shape, block)
-    made = ours(mask, shape, block, partial, full)
+    partial, full = cut_at_ends(trimmed(partial), trimmed(full), shape=shape, block=block)
+    ours_of_it = ours(mask, shape, block=block, partial=partial, full=full)
     if mask.expr is EVERYTHING:
-        made = _as_listed(made)
-    return Converted(*_state(block_mask), mask, made)
+        ours_of_it = _as_listed(ours_of_it)
+    lists, versions = _state(block_mask)
+    return Converted(lists, versions, mask=mask, block_mask=ours_of_it)
 
 
 def _check_kind(block_mask: Any) -> None:
@@ -115,14 +116,14 @@ def _state(block_mask: Any) -> tuple[tuple[Tensor | None, ...], tuple[int, ...] 
     return lists, tuple(x._version for x in there) if counted else None
 
 
-def _is_as_it_was(block_mask: Any, known: Converted) -> bool:
+def _is_as_it_was(block_mask: Any, conversion: Converted) -> bool:
     """Whether its lists and its mask are those that were converted."""
     lists, versions = _state(block_mask)
-    if versions is None or versions != known.versions:
+    if versions is None or versions != conversion.versions:
         return False
     mask = _mask_of(block_mask)
-    pairs = *zip(lists, known.lists), *zip(mask.tensors, known.mask.tensors)
-    return mask.expr is known.mask.expr and all(x is y for x, y in pairs)
+    pairs = *zip(lists, conversion.lists), *zip(mask.tensors, conversion.mask.tensors)
+    return mask.expr is conversion.mask.expr and all(x is y for x, y in pairs)
 
 
 def _as_listed(block_mask: BlockMask) -> BlockMask:
@@ -138,5 +139,6 @@ def _as_listed(block_mask: BlockMask) -> BlockMask:
         row, head = (b if batch > 1 else 0), (h if nheads > 1 else 0)
         return listed[row, head, q_idx // block_m, kv_idx // block_n]
 
-    lists = lists_of(listed & ~inside), lists_of(listed & inside)
-    return type(block_mask)(masks.mask(sees), block_mask.shape, block_mask.block, *lists)
+    partial, full = lists_of(listed & ~inside), lists_of(listed & inside)
+    shape, block = block_mask.shape, block_mask.block
+    return type(block_mask)(masks.mask(sees), shape, block=block, partial=partial, full=full)

@@ -65,22 +65,24 @@ class TracedFunction:
 
     def device(self, wanted: torch.device | str | None = None) -> torch.device:
         """The device of the captured tensors, which must be the one asked for; else the CPU."""
-        found = {x.device for x in self.tensors}
-        if len(found) > 1:
-            names = ", ".join(sorted(map(str, found)))
+        devices = {x.device for x in self.tensors}
+        if len(devices) > 1:
+            names = ", ".join(sorted(map(str, devices)))
             raise ArgumentError(
                 f"the {self.KIND} captured tensors on {names}: move them to one device"
             )
-        own = found.pop() if found else None
+        device = devices.pop() if devices else None
         if wanted is None:
-            return own or torch.device("cpu")
+            return device or torch.device("cpu")
         wanted = torch.device(wanted)
-        if own is not None and (own.type != wanted.type or wanted.index not in (None, own.index)):
+        if device is None:
+            return wanted
+        if device.type != wanted.type or wanted.index not in (None, device.index):
             raise ArgumentError(
-                f"the {self.KIND} captured tensors on {own} and is asked for on {wanted}: call "
+                f"the {self.KIND} captured tensors on {device} and is asked for on {wanted}: call "
                 f'{self.KIND.split()[0]}.to("{wanted}")'
             )
-        return own or wanted
+        return device
 
     @overload
     def _value(
@@ -92,14 +94,14 @@ class TracedFunction:
 
     def _value(self, b, h, q_idx, kv_idx, score=None):
         """The value in torch; inside another function, a part of it."""
-        given = {"b": b, "h": h, "q_idx": q_idx, "k_idx": kv_idx}
-        given |= {} if score is None else {"score": score}
-        for value in given.values():
+        leaves = {"b": b, "h": h, "q_idx": q_idx, "k_idx": kv_idx}
+        leaves |= {} if score is None else {"score": score}
+        for value in leaves.values():
             if isinstance(value, Symbol):
                 tracer = value.tracer
-                symbols = {name: tracer.lift(x) for name, x in given.items()}
-                return tracer.splice(self.expr, symbols, self.tensors)
-        return evaluate(self.expr, b, h, q_idx, kv_idx, self.tensors, score)
+                symbols = {name: tracer.lift(x) for name, x in leaves.items()}
+                return tracer.splice(self.expr, symbols, tensors=self.tensors)
+        return evaluate(self.expr, b, h, q_idx, kv_idx, tensors=self.tensors, score=score)
 
 
 class Read(NamedTuple):
@@ -118,7 +120,7 @@ def _reads(trees: tuple[Node, ...]) -> Iterator[Read]:
             if node.op == "load":
                 for dim, index in enumerate(node.inputs):
                     if index.op in INDICES:
-                        yield Read(node.value[0], dim, index.op, text)
+                        yield Read(node.value[0], dim, op=index.op, text=text)
 
 
 def check_lengths(sizes: dict[str, int]) -> None:
@@ -132,18 +134,18 @@ def check_lengths(sizes: dict[str, int]) -> None:
             )
 
 
-def check_sizes(
-    function: TracedFunction, batch: int, nheads: int, seqlen_q: int, seqlen_k: int
-) -> None:
-    """Captured tensors are long enough for every position (indices with offsets are clamped)."""
-    sizes = {"b": batch, "h": nheads, "q_idx": seqlen_q, "k_idx": seqlen_k}
-    names = {"b": "batch", "h": "nheads", "q_idx": "seqlen_q", "k_idx": "seqlen_k"}
+def check_sizes(function: TracedFunction, shape: tuple[int, int, int, int]) -> None:
+    """Checks that captured tensors have an element for every position (indices with offsets are
+    clamped); `shape` is batch, nheads, seqlen_q and seqlen_k.
+    """
+    sizes: dict[str, int] = dict(zip(INDICES, shape))
+    names: dict[str, str] = dict(zip(INDICES, ("batch", "nheads", "seqlen_q", "seqlen_k")))
     if not torch.compiler.is_compiling():  # to a compiler that would be a guard; operators ask too
         check_lengths(sizes)
-    for slot, dim, index, text in function._reads:
-        x = function.tensors[slot]
-        if x.shape[dim] < sizes[index]:
+    for use in function._reads:
+        x, size = function.tensors[use.slot], sizes[use.op]
+        if x.shape[use.dim] < size:
             raise ArgumentError(
-                f"the {function.KIND} reads {text} of a tensor of shape {tuple(x.shape)} and "
-                f"{names[index]} is {sizes[index]}: dimension {dim} is too short"
+                f"the {function.KIND} reads {use.text} of a tensor of shape {tuple(x.shape)} and "
+                f"{names[use.op]} is {size}: dimension {use.dim} is too short"
             )

@@ -41,16 +41,7 @@ def clamp(x, min=None, max=None):
     """torch.clamp, whose slope at an end is 1; max where min is above it."""
     if min is not None:
         x = where(x < min, min, x)
-    return x if max is None else where(_lower(max, x), max, x)
-
-
-def _lower(x, y):
-    return step("<", x, y)
-
-
-def _between(x, low, high):
-    """Held between two ends, where the slope is 0."""
-    return where(x <= low, low, where(x < high, x, high))
+    return x if max is None else where(step("<", max, x), max, x)
 
 
 def _not_in_place(inplace: bool) -> None:
@@ -59,9 +50,9 @@ def _not_in_place(inplace: bool) -> None:
 
 
 def hardtanh(x, min_val=-1.0, max_val=1.0, inplace=False):
-    """torch.nn.functional.hardtanh."""
+    """torch.nn.functional.hardtanh, whose slope at an end is 0."""
     _not_in_place(inplace)
-    return _between(x, min_val, max_val)
+    return where(x <= min_val, min_val, where(x < max_val, x, max_val))
 
 
 def relu(x, inplace=False):
@@ -72,7 +63,7 @@ def relu(x, inplace=False):
 
 def relu6(x, inplace=False):
     """torch.nn.functional.relu6."""
-    return hardtanh(x, 0.0, 6.0, inplace)
+    return hardtanh(x, 0.0, max_val=6.0, inplace=inplace)
 
 
 def leaky_relu(x, negative_slope=0.01, inplace=False):
@@ -221,7 +212,7 @@ def filled(x, value, dtype=None):
 COMPOSITES: dict[str, Callable[..., Any]] = {
     **{"clamp": clamp, "clip": clamp, "hardtanh": hardtanh, "relu": relu, "relu6": relu6},
     "clamp_min": lambda x, min: clamp(x, min),
-    "clamp_max": lambda x, max: clamp(x, None, max),
+    "clamp_max": lambda x, max: clamp(x, None, max=max),
     **{"leaky_relu": leaky_relu, "elu": elu, "silu": silu, "mish": mish, "gelu": gelu},
     **{"softplus": softplus, "logsigmoid": logsigmoid, "log_sigmoid": logsigmoid},
     **{"softsign": softsign, "floor": floor, "ceil": ceil, "trunc": trunc, "fix": trunc},
@@ -243,9 +234,9 @@ COMPOSITES: dict[str, Callable[..., Any]] = {
     "isnan": lambda x: x != x,
     "isinf": lambda x: abs(x) == math.inf,
     "masked_fill": lambda x, mask, value: where(mask, value, x),
-    "zeros_like": lambda x, *, dtype=None: filled(x, 0, dtype),
-    "ones_like": lambda x, *, dtype=None: filled(x, 1, dtype),
-    "full_like": lambda x, fill_value, *, dtype=None: filled(x, fill_value, dtype),
+    "zeros_like": lambda x, *, dtype=None: filled(x, 0, dtype=dtype),
+    "ones_like": lambda x, *, dtype=None: filled(x, 1, dtype=dtype),
+    "full_like": lambda x, fill_value, *, dtype=None: filled(x, fill_value, dtype=dtype),
     "float": lambda x: convert(x, torch.float32),
     "int": lambda x: convert(x, torch.int32),
     "long": lambda x: convert(x, torch.int64),

@@ -15,8 +15,8 @@ LAST_BIT = 63
 
 def floor_divide(x: Tensor, d: Tensor) -> Tensor:
     """x // d, rounded down."""
-    found = torch.where(d == 0, 0, x // _safe(d))
-    return torch.where(d == -1, -x, found)
+    quotient = torch.where(d == 0, 0, x // _safe(d))
+    return torch.where(d == -1, -x, quotient)
 
 
 def remainder(x: Tensor, d: Tensor) -> Tensor:

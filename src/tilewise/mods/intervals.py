@@ -45,15 +45,15 @@ def bound(expr: Node, blocks: Blocks, tensors: tuple[Tensor, ...]) -> Interval:
     """The interval of a tree over each block."""
     nodes = nodes_of(expr)
     last_user = {x: node for node in nodes for x in node.inputs}
-    found: dict[Node, Interval] = {}
+    intervals: dict[Node, Interval] = {}
     for node in nodes:
-        inputs = [found[x] for x in node.inputs]
-        interval = _bound(node, inputs, blocks, tensors)
-        found[node] = _tidy(interval, node.op in BOUNDED) if node.kind == INT else interval
+        inputs = [intervals[x] for x in node.inputs]
+        interval = _bound(node, inputs, blocks=blocks, tensors=tensors)
+        intervals[node] = _tidy(interval, node.op in BOUNDED) if node.kind == INT else interval
         for x in set(node.inputs):
             if last_user[x] is node:
-                del found[x]  # its memory
-    return found[expr]
+                del intervals[x]  # its memory
+    return intervals[expr]
 
 
 def _bound(
@@ -62,9 +62,9 @@ def _bound(
     if node.op in ("b", "h"):
         return _one(getattr(blocks, node.op).double())
     if node.op == "q_idx":
-        return Interval(*(blocks.q_idx[:, i, None].double() for i in (0, -1)))
+        return Interval._make(blocks.q_idx[:, i, None].double() for i in (0, -1))
     if node.op == "k_idx":
-        return Interval(*(blocks.k_idx[:, i].double() for i in (0, -1)))
+        return Interval._make(blocks.k_idx[:, i].double() for i in (0, -1))
     if node.op == BOOL:
         return _one(torch.full((), node.value, device=blocks.b.device))
     if node.op == INT:
@@ -72,7 +72,7 @@ def _bound(
     if node.kind == FLOAT or any(x.kind == FLOAT for x in node.inputs):
         return _anything(node.kind, blocks)
     if node.op == "load":
-        return _load(node, blocks, tensors)
+        return _load(node, blocks, tensors=tensors)
     is_of_bools = all(x.kind == BOOL for x in node.inputs)
     return (_OF_BOOLS if is_of_bools else _OF_INTS)[node.op](*inputs)
 
@@ -84,7 +84,7 @@ def _one(x: Tensor) -> Interval:
 def _anything(kind: str, blocks: Blocks) -> Interval:
     ends = (False, True) if kind == BOOL else (-torch.inf, torch.inf)
     dtype = torch.bool if kind == BOOL else torch.float64
-    return Interval(*(torch.full((), x, dtype=dtype, device=blocks.b.device) for x in ends))
+    return Interval._make(torch.full((), x, dtype=dtype, device=blocks.b.device) for x in ends)
 
 
 def _tidy(x: Interval, is_bounded: bool) -> Interval:
@@ -139,20 +139,14 @@ def _hull(*values: Tensor) -> Interval:
     return Interval(lo, hi)
 
 
-def _multiply(x: Interval, y: Interval) -> Interval:
-    return _hull(x.lo * y.lo, x.lo * y.hi, x.hi * y.lo, x.hi * y.hi)
-
-
-def _where_positive(y: Interval, found: Interval) -> Interval:
-    """What was found where the divisor is positive, and anything elsewhere."""
-    return Interval(
-        torch.where(y.lo > 0, found.lo, -torch.inf), torch.where(y.lo > 0, found.hi, torch.inf)
-    )
+def _open_unless(is_known: Tensor, lo: Tensor, hi: Tensor) -> Interval:
+    """The ends where they are known; elsewhere anything."""
+    return Interval(torch.where(is_known, lo, -torch.inf), torch.where(is_known, hi, torch.inf))
 
 
 def _divide(x: Interval, y: Interval) -> Interval:
-    corners = (torch.floor(a / b) for a in x for b in y)
-    return _where_positive(y, _hull(*corners))
+    quotient = _hull(*(torch.floor(a / b) for a in x for b in y))
+    return _open_unless(y.lo > 0, quotient.lo, hi=quotient.hi)
 
 
 def _remainder(x: Interval, y: Interval) -> Interval:
@@ -161,35 +155,26 @@ def _remainder(x: Interval, y: Interval) -> Interval:
     exact = (y.lo == y.hi) & (start == torch.floor(x.hi / y.lo)) & start.isfinite()
     lo = torch.where(exact, x.lo - start * y.lo, 0.0)
     hi = torch.where(exact, x.hi - start * y.lo, y.hi - 1)
-    return _where_positive(y, Interval(lo, hi))
+    return _open_unless(y.lo > 0, lo, hi=hi)
 
 
 def _shift(x: Interval, y: Interval, is_left: bool) -> Interval:
     """By one constant number of bits; negative and long shifts are not followed."""
-    known = (y.lo == y.hi) & (y.lo >= 0) & (y.lo <= 40)
+    is_followed = (y.lo == y.hi) & (y.lo >= 0) & (y.lo <= 40)
     factor = torch.exp2(y.lo.clamp(0, 40)).round()
     lo, hi = (end * factor if is_left else torch.floor(end / factor) for end in x)
-    return Interval(torch.where(known, lo, -torch.inf), torch.where(known, hi, torch.inf))
+    return _open_unless(is_followed, lo, hi=hi)
 
 
 def _bitwise(x: Interval, y: Interval, lo: Tensor, hi: Tensor) -> Interval:
     """Bitwise operators of two that are not negative."""
-    known = (x.lo >= 0) & (y.lo >= 0)
-    return Interval(torch.where(known, lo, -torch.inf), torch.where(known, hi, torch.inf))
+    return _open_unless((x.lo >= 0) & (y.lo >= 0), lo, hi=hi)
 
 
 def _magnitude(x: Interval) -> Interval:
     straddles = (x.lo <= 0) & (x.hi >= 0)
     lo, hi = _hull(x.lo.abs(), x.hi.abs())
     return Interval(torch.where(straddles, 0.0, lo), hi)
-
-
-def _less(x: Interval, y: Interval) -> Interval:
-    return Interval(x.hi < y.lo, x.lo < y.hi)
-
-
-def _at_most(x: Interval, y: Interval) -> Interval:
-    return Interval(x.hi <= y.lo, x.lo <= y.hi)
 
 
 def _equal(x: Interval, y: Interval) -> Interval:
@@ -202,8 +187,8 @@ def _not(x: Interval) -> Interval:
 
 
 def _differ_bool(x: Interval, y: Interval) -> Interval:
-    known = (x.lo == x.hi) & (y.lo == y.hi)
-    return Interval(known & (x.lo ^ y.lo), ~known | (x.lo ^ y.lo))
+    is_constant = (x.lo == x.hi) & (y.lo == y.hi)
+    return Interval(is_constant & (x.lo ^ y.lo), ~is_constant | (x.lo ^ y.lo))
 
 
 def _chosen(c: Interval, x: Interval, y: Interval) -> Interval:
@@ -213,7 +198,7 @@ def _chosen(c: Interval, x: Interval, y: Interval) -> Interval:
     else:
         either = Interval(torch.minimum(x.lo, y.lo), torch.maximum(x.hi, y.hi))
     ends = zip(x, y, either)
-    return Interval(*(torch.where(c.lo, a, torch.where(c.hi, e, b)) for a, b, e in ends))
+    return Interval._make(torch.where(c.lo, a, torch.where(c.hi, e, b)) for a, b, e in ends)
 
 
 _OF_BOOLS = {
@@ -228,18 +213,18 @@ _OF_BOOLS = {
 _OF_INTS = {
     "+": lambda x, y: Interval(x.lo + y.lo, x.hi + y.hi),
     "-": lambda x, y: Interval(x.lo - y.hi, x.hi - y.lo),
-    "*": _multiply,
+    "*": lambda x, y: _hull(*(a * b for a in x for b in y)),
     "//": _divide,
     "%": _remainder,
-    "<<": lambda x, y: _shift(x, y, True),
-    ">>": lambda x, y: _shift(x, y, False),
-    "<": _less,
-    "<=": _at_most,
+    "<<": lambda x, y: _shift(x, y, is_left=True),
+    ">>": lambda x, y: _shift(x, y, is_left=False),
+    "<": lambda x, y: Interval(x.hi < y.lo, x.lo < y.hi),
+    "<=": lambda x, y: Interval(x.hi <= y.lo, x.lo <= y.hi),
     "==": _equal,
     "!=": lambda x, y: _not(_equal(x, y)),
-    "&": lambda x, y: _bitwise(x, y, torch.zeros_like(x.lo), torch.minimum(x.hi, y.hi)),
-    "|": lambda x, y: _bitwise(x, y, torch.maximum(x.lo, y.lo), x.hi + y.hi),
-    "^": lambda x, y: _bitwise(x, y, torch.zeros_like(x.lo), x.hi + y.hi),
+    "&": lambda x, y: _bitwise(x, y, lo=torch.zeros_like(x.lo), hi=torch.minimum(x.hi, y.hi)),
+    "|": lambda x, y: _bitwise(x, y, lo=torch.maximum(x.lo, y.lo), hi=x.hi + y.hi),
+    "^": lambda x, y: _bitwise(x, y, lo=torch.zeros_like(x.lo), hi=x.hi + y.hi),
     "~": lambda x: Interval(-x.hi - 1, -x.lo - 1),
     "neg": lambda x: Interval(-x.hi, -x.lo),
     "abs": _magnitude,

@@ -104,10 +104,10 @@ class Mask(TracedFunction):
                 "build a BlockMask with tilewise.sparse.create_block_mask"
             )
         device = self.device(device)
-        check_sizes(self, *shape)
+        check_sizes(self, shape)
         b, h, q, k = (torch.arange(n, device=device) for n in shape)
-        found = self(b[:, None, None, None], h[:, None, None], q[:, None], k)
-        return found.to(device).expand(shape).contiguous()
+        is_seen = self(b[:, None, None, None], h[:, None, None], q[:, None], k)
+        return is_seen.to(device).expand(shape).contiguous()
 
 
 def mask(function: Predicate) -> Mask:
@@ -137,7 +137,8 @@ def mask(function: Predicate) -> Mask:
 
 
 def _traced(function: Predicate) -> Mask:
-    return Mask(*trace(function, MASK))
+    expr, tensors = trace(function, MASK)
+    return Mask(expr, tensors)
 
 
 def causal(diagonal: int = 0) -> Mask:
@@ -168,16 +169,16 @@ def sliding_window(left: int | None, right: int | None = None) -> Mask:
         left: keys before the query; None or -1: no limit.
         right: keys after it; None or -1: no limit.
     """
-    for name, side in (("left", left), ("right", right)):
-        if side is not None:
-            _check_int(name, side, -1)
+    for name, limit in (("left", left), ("right", right)):
+        if limit is not None:
+            _check_int(name, limit, least=-1)
 
     def predicate(b, h, q_idx, kv_idx):
         keep = True
         if left not in (None, -1):
-            keep = predicates.within_left(q_idx, kv_idx, 0, left)
+            keep = predicates.within_left(q_idx, kv_idx, diagonal=0, left=left)
         if right not in (None, -1):
-            near = predicates.within_right(q_idx, kv_idx, 0, right)
+            near = predicates.within_right(q_idx, kv_idx, diagonal=0, right=right)
             keep = near if keep is True else keep & near
         return keep
 
@@ -197,9 +198,9 @@ def prefix_lm(prefix: int | Tensor) -> Mask:
         prefix: keys: an int, or int32 or int64 (batch,).
     """
     if not isinstance(prefix, Tensor):
-        _check_int("prefix", prefix, 0)
+        _check_int("prefix", prefix, least=0)
         return mask(lambda b, h, q_idx, kv_idx: (kv_idx < prefix) | (kv_idx <= q_idx))
-    _check_tensor("prefix", prefix, (1,), "(batch,)")
+    _check_tensor("prefix", prefix, ranks=(1,), shapes="(batch,)")
     return mask(lambda b, h, q_idx, kv_idx: (kv_idx < prefix[b]) | (kv_idx <= q_idx))
 
 
@@ -215,7 +216,7 @@ def document(doc_ids: Tensor) -> Mask:
     Args:
         doc_ids: int32 or int64, (seqlen,) or (batch, seqlen), the document of each position.
     """
-    _check_tensor("doc_ids", doc_ids, (1, 2), "(seqlen,) or (batch, seqlen)")
+    _check_tensor("doc_ids", doc_ids, ranks=(1, 2), shapes="(seqlen,) or (batch, seqlen)")
     if doc_ids.ndim == 1:
         return mask(lambda b, h, q_idx, kv_idx: doc_ids[q_idx] == doc_ids[kv_idx])
     return mask(lambda b, h, q_idx, kv_idx: doc_ids[b, q_idx] == doc_ids[b, kv_idx])
@@ -233,7 +234,7 @@ def chunked(size: int) -> Mask:
     Args:
         size: positions per chunk.
     """
-    _check_int("size", size, 1)
+    _check_int("size", size, least=1)
     return mask(lambda b, h, q_idx, kv_idx: q_idx // size == kv_idx // size)
 
 
@@ -251,7 +252,7 @@ def dilated(stride: int) -> Mask:
 
     Longformer (Beltagy et al. 2020, arXiv 2004.05150).
     """
-    _check_int("stride", stride, 1)
+    _check_int("stride", stride, least=1)
     # abs: kernels then need no care for what % gives below 0
     return mask(lambda b, h, q_idx, kv_idx: abs(q_idx - kv_idx) % stride == 0)
 
@@ -278,17 +279,17 @@ def tree(ancestors: Tensor, seqused_k: Tensor, cu_seqlens_q: Tensor) -> Mask:
         seqused_k: int32 (batch,), keys of each sequence, as in `tilewise.attention`.
         cu_seqlens_q: int32 (batch + 1,), where the queries of each sequence begin.
     """
-    _check_tensor("ancestors", ancestors, (1,), "(total_q,)")
-    _check_tensor("seqused_k", seqused_k, (1,), "(batch,)")
-    _check_tensor("cu_seqlens_q", cu_seqlens_q, (1,), "(batch + 1,)")
+    _check_tensor("ancestors", ancestors, ranks=(1,), shapes="(total_q,)")
+    _check_tensor("seqused_k", seqused_k, ranks=(1,), shapes="(batch,)")
+    _check_tensor("cu_seqlens_q", cu_seqlens_q, ranks=(1,), shapes="(batch + 1,)")
     if ancestors.dtype != torch.int64:
         raise ArgumentError(f"ancestors.dtype is {ancestors.dtype}: it must be int64")
     starts, first = cu_seqlens_q[:-1], seqused_k - cu_seqlens_q.diff()
 
     def predicate(b, h, q_idx, kv_idx):
         draft = kv_idx - first[b]
-        seen = ancestors[starts[b] + q_idx - first[b]] >> maximum(draft, 0)
-        return (draft < 0) | ((seen & 1) == 1)
+        bits = ancestors[starts[b] + q_idx - first[b]] >> maximum(draft, 0)
+        return (draft < 0) | ((bits & 1) == 1)
 
     return mask(predicate)
 

@@ -38,7 +38,7 @@ class ScoreMod(TracedFunction):
 
     KIND: ClassVar[str] = "score function"
 
-    given: Node | None = None  # the derivative, where it is not to be derived
+    slope: Node | None = None  # the derivative, where it is not derived from expr
 
     def __call__(self, score, b, h, q_idx, kv_idx):
         """Evaluates the function; inside another score function, a part of that function.
@@ -58,12 +58,12 @@ class ScoreMod(TracedFunction):
     @functools.cached_property
     def derivative(self) -> ScoreMod:
         """The derivative by `score`, over the same tensors."""
-        return ScoreMod(derive(self.expr) if self.given is None else self.given, self.tensors)
+        return ScoreMod(derive(self.expr) if self.slope is None else self.slope, self.tensors)
 
     @property
     def trees(self) -> tuple[Node, ...]:
         """The function's, and the derivative's if it was given."""
-        return (self.expr,) if self.given is None else (self.expr, self.given)
+        return (self.expr,) if self.slope is None else (self.expr, self.slope)
 
 
 def score(function: ScoreFunction, derivative: ScoreFunction | None = None) -> ScoreMod:
@@ -94,14 +94,15 @@ def score(function: ScoreFunction, derivative: ScoreFunction | None = None) -> S
     if derivative is None:
         return trace_once(function, _derived)
     expr, tensors = trace(function, SCORE_FUNCTION)
-    given, tensors = trace(derivative, SCORE_FUNCTION, tensors)
-    return ScoreMod(expr, tensors, given)
+    slope, tensors = trace(derivative, SCORE_FUNCTION, tensors=tensors)
+    return ScoreMod(expr, tensors, slope=slope)
 
 
 def _derived(function: ScoreFunction) -> ScoreMod:
-    made = ScoreMod(*trace(function, SCORE_FUNCTION))
-    _ = made.derivative  # found now: a compiler that meets the function can derive nothing
-    return made
+    expr, tensors = trace(function, SCORE_FUNCTION)
+    score_mod = ScoreMod(expr, tensors)
+    _ = score_mod.derivative  # found now: a compiler that meets the function can derive nothing
+    return score_mod
 
 
 def alibi(slopes: Tensor) -> ScoreMod:
@@ -120,7 +121,7 @@ def alibi(slopes: Tensor) -> ScoreMod:
 
     Press et al. 2022, arXiv 2108.12409.
     """
-    _check_floats("slopes", slopes, 1, "(nheads,)")
+    _check_floats("slopes", slopes, rank=1, shape="(nheads,)")
     return score(lambda score, b, h, q_idx, kv_idx: score + slopes[h] * (kv_idx - q_idx))
 
 
@@ -156,7 +157,7 @@ def relative_bias(table: Tensor) -> ScoreMod:
 
     Shaw et al. 2018, arXiv 1803.02155.
     """
-    _check_floats("table", table, 2, "(nheads, 2 * reach + 1)")
+    _check_floats("table", table, rank=2, shape="(nheads, 2 * reach + 1)")
     if table.shape[1] % 2 == 0:
         raise ArgumentError(
             f"table has shape {tuple(table.shape)}: it must be (nheads, 2 * reach + 1), with as "

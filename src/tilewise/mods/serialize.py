@@ -54,12 +54,12 @@ def serialize(name: str) -> str:
 
 @functools.lru_cache(maxsize=TABLE_SIZE)
 def _text(name: str) -> str:
-    told = []
+    plan = []
     for op, inputs, value, _ in steps(lookup(name)) if name else ():
         if op == "load":
             value = value[0], str(value[1]).removeprefix("torch.")
-        told.append((op, inputs, value))
-    return json.dumps(told) if told else ""
+        plan.append((op, inputs, value))
+    return json.dumps(plan) if plan else ""
 
 
 def deserialize(text: str, what: str) -> str:
@@ -97,7 +97,7 @@ def check_plan(plan: list[TreeStep]) -> None:
     checked: list[TreeStep] = []
     try:
         for step in plan:
-            checked.append(_step(*step[:3], checked))
+            checked.append(_step(step.op, step.inputs, value=step.value, plan=checked))
     except _Wrong as error:
         raise ArgumentError(f"no kernel is made of this tree: {error}") from None
 
@@ -110,19 +110,19 @@ def _plan_of_text(text: str) -> list[TreeStep]:
     if len(text) > MAX_LETTERS:
         raise _Wrong(f"{len(text)} letters, over {MAX_LETTERS}")
     try:
-        told = json.loads(text)
+        rows = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise _Wrong(f"no JSON, {type(error).__name__}") from None
-    if not isinstance(told, list) or not told:
+    if not isinstance(rows, list) or not rows:
         raise _Wrong("no list of steps")
     plan: list[TreeStep] = []
-    for step in told:
+    for step in rows:
         if not isinstance(step, list) or len(step) != 3 or not isinstance(step[1], list):
             raise _Wrong(f"step {len(plan)} is no [op, inputs, value]")
         op, inputs, value = step
         if op == "load":
             value = _read_of_told(value, len(plan))
-        plan.append(_step(op, tuple(inputs), value, plan))
+        plan.append(_step(op, tuple(inputs), value=value, plan=plan))
     return plan
 
 
@@ -136,26 +136,26 @@ def _read_of_told(value: Any, number: int) -> tuple[Any, torch.dtype]:
 
 def _step(op: Any, inputs: tuple, value: Any, plan: list[TreeStep]) -> TreeStep:
     """The step after those of `plan`."""
-    which = f"step {len(plan)}"
+    name = f"step {len(plan)}"
     if len(plan) == MAX_STEPS:
         raise _Wrong(f"over {MAX_STEPS} steps")
     if not all(_is_below(i, len(plan)) for i in inputs):
-        raise _Wrong(f"an input of {which} is no earlier step")
+        raise _Wrong(f"an input of {name} is no earlier step")
     if op == "load":
         if not _is_below(value[0], MAX_SLOTS) or value[1] not in DTYPES:
-            raise _Wrong(f"{which} loads from no captured tensor")
+            raise _Wrong(f"{name} loads from no captured tensor")
     elif type(op) is str and op in CONSTANTS:
         if not CONSTANTS[op](value):
-            raise _Wrong(f"the value of {which} is not {op}")
+            raise _Wrong(f"the value of {name} is not {op}")
     elif value is not None:
-        raise _Wrong(f"{which} has a value and is neither constant nor load")
+        raise _Wrong(f"{name} has a value and is neither constant nor load")
     operands = [plan[i] for i in inputs]
-    kind = kind_of_step(op, value, [x.kind for x in operands]) if type(op) is str else ""
+    kind = kind_of_step(op, value, kinds=[x.kind for x in operands]) if type(op) is str else ""
     if not kind:
-        raise _Wrong(f"{which} is no operator of its operands")
+        raise _Wrong(f"{name} is no operator of its operands")
     if wrong := undefined(op, operands):
-        raise _Wrong(f"{which} {wrong}")
-    return TreeStep(op, inputs, value, kind)
+        raise _Wrong(f"{name} {wrong}")
+    return TreeStep(op, inputs, value=value, kind=kind)
 
 
 def _is_below(value: Any, stop: int) -> bool:

@@ -73,7 +73,7 @@ class Symbol:
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        return torch_call(func, args, kwargs or {})
+        return torch_call(func, args, kwargs=kwargs or {})
 
     def __repr__(self) -> str:
         return expressions.describe(self.node)
@@ -89,11 +89,11 @@ class Symbol:
 
     def new_ones(self, size, *, dtype=None) -> Symbol:
         """The constant 1, or True, as `and_masks` of FlexAttention begins with."""
-        return self._new("new_ones", 1, size, dtype)
+        return self._new("new_ones", 1, size=size, dtype=dtype)
 
     def new_zeros(self, size, *, dtype=None) -> Symbol:
         """The constant 0, or False, as `or_masks` begins with."""
-        return self._new("new_zeros", 0, size, dtype)
+        return self._new("new_zeros", 0, size=size, dtype=dtype)
 
     def _new(self, name: str, value: int, size, dtype) -> Symbol:
         if size != ():
@@ -102,10 +102,10 @@ class Symbol:
         return self.tracer.lift({BOOL: bool, INT: int, FLOAT: float}[kind](value))
 
     def __pow__(self, other) -> Symbol:
-        return named(self.tracer, "pow", (self, other), {})
+        return named(self.tracer, "pow", args=(self, other), kwargs={})
 
     def __rpow__(self, other) -> Symbol:
-        return named(self.tracer, "pow", (other, self), {})
+        return named(self.tracer, "pow", args=(other, self), kwargs={})
 
     @property
     def dtype(self) -> torch.dtype:
@@ -159,16 +159,16 @@ def _attach() -> None:
     def compared(op):
         return lambda self, other: self.tracer.build(op, self, other)
 
-    def refused(what, remedy):
+    def refused(subject, remedy):
         def refuse(self, *_):
-            raise no_meaning(self.tracer, what.format(self), remedy)
+            raise no_meaning(self.tracer, subject.format(self), remedy=remedy)
 
         return refuse
 
     for name, op in COMPARED.items():
         setattr(Symbol, f"__{name}__", compared(op))
-    for name, (what, remedy) in REFUSED.items():
-        setattr(Symbol, f"__{name}__", refused(what, remedy))
+    for name, (subject, remedy) in REFUSED.items():
+        setattr(Symbol, f"__{name}__", refused(subject, remedy))
 
 
 _attach()
@@ -190,7 +190,7 @@ def torch_call(func, args, kwargs):
     tracer = symbols[0].tracer
     if name == "getitem":
         return tracer.index(*args)
-    return named(tracer, name, args, kwargs)
+    return named(tracer, name, args=args, kwargs=kwargs)
 
 
 def named(tracer: Tracer, name: str, args: tuple, kwargs: dict, is_method: bool = False) -> Symbol:
@@ -207,6 +207,6 @@ def named(tracer: Tracer, name: str, args: tuple, kwargs: dict, is_method: bool 
         inspect.signature(taken).bind(*args, **kwargs)
         return taken(*args, **kwargs)
     except functions.Refused as error:
-        raise no_meaning(tracer, text, str(error)) from None
+        raise no_meaning(tracer, text, remedy=str(error)) from None
     except TypeError:
         raise no_meaning(tracer, f"{text} with these arguments") from None

@@ -88,13 +88,6 @@ SCORE_FUNCTION = Dialect(
 )
 
 
-class Traced(NamedTuple):
-    """A function's tree and the tensors it captured, in the order it meets them."""
-
-    expr: Node
-    tensors: tuple[Tensor, ...]
-
-
 class Tracer(TorchFunctionMode):
     """Builds nodes and collects the tensors; while entered, it intercepts calls of torch
     functions.
@@ -107,7 +100,7 @@ class Tracer(TorchFunctionMode):
         self.steps: set[Node] = set()
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        return torch_call(func, args, kwargs or {})
+        return torch_call(func, args, kwargs=kwargs or {})
 
     def parameters(self) -> list[Symbol]:
         """What the function is called on."""
@@ -135,7 +128,7 @@ class Tracer(TorchFunctionMode):
                 return Symbol(Node(FLOAT, (), float(value)), self)
             if math.isfinite(value):
                 remedy = "floats are fp32, so use math.inf or scale what it meets"
-                raise no_meaning(self, f"{value!r}, past {LARGEST:.3g},", remedy)
+                raise no_meaning(self, f"{value!r}, past {LARGEST:.3g},", remedy=remedy)
         if isinstance(value, Row):
             raise ArgumentError(_indexed_by(value.x, value.index))
         raise no_meaning(self, f"{value!r} ({type(value).__name__}) as an operand")
@@ -150,7 +143,7 @@ class Tracer(TorchFunctionMode):
         node = Node(op, tuple(x.node for x in operands))
         if op not in self.dialect.operators:
             remedy = "divide with //" if op == "/" else ""
-            raise no_meaning(self, expressions.describe(node), remedy)
+            raise no_meaning(self, expressions.describe(node), remedy=remedy)
         if op in ("+", "-") and operands[1].node == ZERO and operands[0].kind == INT:
             return operands[0]
         if op == "+" and operands[0].node == ZERO and operands[1].kind == INT:
@@ -174,7 +167,7 @@ class Tracer(TorchFunctionMode):
         """A captured tensor at an index for each of its dimensions, or for the first of them."""
         index = index if isinstance(index, tuple) else (index,)
         are_one = all(isinstance(i, (Symbol, Tensor, numbers.Integral)) for i in index)
-        return Row(self, x, index) if are_one and len(index) < x.ndim else self.load(x, index)
+        return Row(self, x, index=index) if are_one and len(index) < x.ndim else self.load(x, index)
 
     def load(self, x: Tensor, index: tuple) -> Symbol:
         """A captured tensor at an index for each dimension."""
@@ -195,26 +188,26 @@ class Tracer(TorchFunctionMode):
                     f"a captured tensor of shape {tuple(x.shape)} is indexed by {symbol!r}: "
                     f"constants must lie in [0, {size})"
                 )
-        slot = next((i for i, known in enumerate(self.tensors) if known is x), len(self.tensors))
+        slot = next((i for i, tensor in enumerate(self.tensors) if tensor is x), len(self.tensors))
         if slot == len(self.tensors):
             self.tensors.append(x)
         node = Node("load", tuple(s.node for s in operands), (slot, x.dtype))
         return self._symbol(node)
 
-    def splice(self, expr: Node, given: dict[str, Symbol], tensors: tuple[Tensor, ...]) -> Symbol:
+    def splice(self, expr: Node, leaves: dict[str, Symbol], tensors: tuple[Tensor, ...]) -> Symbol:
         """A tree made before, at these indices and this score."""
-        found: dict[Node, Symbol] = {}
+        symbols: dict[Node, Symbol] = {}
         for node in expressions.nodes_of(expr):
-            inputs = tuple(found[x] for x in node.inputs)
-            if node.op in given:
-                found[node] = given[node.op]
+            inputs = tuple(symbols[x] for x in node.inputs)
+            if node.op in leaves:
+                symbols[node] = leaves[node.op]
             elif node.op in (BOOL, INT, FLOAT):
-                found[node] = self.lift(node.value)
+                symbols[node] = self.lift(node.value)
             elif node.op == "load":
-                found[node] = self.load(tensors[node.value[0]], inputs)
+                symbols[node] = self.load(tensors[node.value[0]], inputs)
             else:
-                found[node] = self.build(node.op, *inputs)
-        return found[expr]
+                symbols[node] = self.build(node.op, *inputs)
+        return symbols[expr]
 
     def _symbol(self, node: Node) -> Symbol:
         self.steps.add(node)
@@ -253,11 +246,15 @@ def _check_captured(x: Tensor) -> None:
         )
 
 
-def trace(function: Callable, dialect: Dialect, tensors: tuple[Tensor, ...] = ()) -> Traced:
-    """Calls the function on symbols. `tensors` are captured already, by a companion of it."""
+def trace(
+    function: Callable, dialect: Dialect, tensors: tuple[Tensor, ...] = ()
+) -> tuple[Node, tuple[Tensor, ...]]:
+    """Calls the function on symbols and returns its tree with the tensors that it captured, in the
+    order of their use. `tensors` are captured already, by a companion of the function.
+    """
     tracer = Tracer(dialect, tensors)
-    what = f"{dialect.name.removesuffix(' function')} function"
-    what += f" {getattr(function, '__name__', type(function).__name__)}"
+    label = f"{dialect.name.removesuffix(' function')} function"
+    label += f" {getattr(function, '__name__', type(function).__name__)}"
     try:
         with tracer:
             result = function(*tracer.parameters())
@@ -266,16 +263,16 @@ def trace(function: Callable, dialect: Dialect, tensors: tuple[Tensor, ...] = ()
     except Exception as error:
         takes = ", ".join(dialect.parameters).replace("k_idx", "kv_idx")
         raise ArgumentError(
-            f"{what} cannot be traced ({type(error).__name__}: {error}): it takes ({takes}), and "
+            f"{label} cannot be traced ({type(error).__name__}: {error}): it takes ({takes}), and "
             f"a {dialect.name} may use {dialect.accepted}"
         ) from error
     result = tracer.lift(result)
     if result.kind != dialect.result:
         raise ArgumentError(
-            f"{what} returns {result!r}, which is {result.kind}: it must return a "
+            f"{label} returns {result!r}, which is {result.kind}: it must return a "
             f"{dialect.result}, {dialect.remedy}"
         )
-    return Traced(result.node, tuple(tracer.tensors[: max(len(tensors), slots_of(result.node))]))
+    return result.node, tuple(tracer.tensors[: max(len(tensors), slots_of(result.node))])
 
 
 def where(condition, x, y):

@@ -36,7 +36,7 @@ class CachedTrace(NamedTuple):
     proven: Reads | None
     make: Callable | None = None
     reads: tuple | None = None
-    made: Any = None  # what `make` gave
+    trace: Any = None  # what `make` returned
 
 
 _traces: weakref.WeakKeyDictionary[Callable, CachedTrace] = weakref.WeakKeyDictionary()
@@ -53,7 +53,7 @@ def trace_once(function: Callable, make: Callable[[Callable], Made]) -> Made:
         return make(function)
     before = _traces[function]
     if before.make is make and before.reads == reads:
-        return before.made
+        return before.trace
     recorder = _TorchRecorder()
 
     @functools.wraps(function)
@@ -61,10 +61,10 @@ def trace_once(function: Callable, make: Callable[[Callable], Made]) -> Made:
         with recorder:
             return function(*symbols)
 
-    made = make(recorded)
+    traced = make(recorded)
     if not recorder.computed:
-        _traces[function] = before._replace(make=make, reads=reads, made=made)
-    return made
+        _traces[function] = before._replace(make=make, reads=reads, trace=traced)
+    return traced
 
 
 def reads_of(function: types.FunctionType, readers: tuple = ()) -> tuple | None:
@@ -77,38 +77,38 @@ def reads_of(function: types.FunctionType, readers: tuple = ()) -> tuple | None:
     code, proven = function.__code__, _proof(function)
     if proven is None or function in readers:
         return None
-    around, cells = function.__globals__, function.__closure__ or ()
-    found: list[object] = [code]
+    variables, cells = function.__globals__, function.__closure__ or ()
+    facts: list[object] = [code]
     readers = *readers, function
     for name, *attributes in proven.globals:
-        if name in around:
-            read = _read(around[name], attributes, readers)
+        if name in variables:
+            fact = _read(variables[name], attributes, readers=readers)
         elif name in PURE and not attributes and function.__builtins__.get(name) is PURE[name]:
-            read = name
+            fact = name
         else:
             return None
-        if read is None:
+        if fact is None:
             return None
-        found.append(read)
+        facts.append(fact)
     try:
         for name, *attributes in proven.free:
             cell = cells[code.co_freevars.index(name)]
-            found.append(_read(cell.cell_contents, attributes, readers))
+            facts.append(_read(cell.cell_contents, attributes, readers=readers))
     except ValueError:  # a name that has no value yet
         return None
     if function.__defaults__:
-        found += [_read(value, (), readers) for value in function.__defaults__]
+        facts += [_read(value, (), readers=readers) for value in function.__defaults__]
     if function.__kwdefaults__:
         for name, value in function.__kwdefaults__.items():
-            found += name, _read(value, (), readers)
-    return None if None in found else tuple(found)
+            facts += name, _read(value, (), readers=readers)
+    return None if None in facts else tuple(facts)
 
 
 def _proof(function: types.FunctionType) -> Reads | None:
     """What the function's code is proven to read; a function may get another code."""
-    code, known = function.__code__, _traces.get(function)
-    if known is not None and known.code is code:
-        return known.proven
+    code, cached = function.__code__, _traces.get(function)
+    if cached is not None and cached.code is code:
+        return cached.proven
     if code not in _proven:
         _proven[code] = reads_in(code, _SYMBOLS)
     _traces[function] = CachedTrace(code, _proven[code])
@@ -118,8 +118,9 @@ def _proof(function: types.FunctionType) -> Reads | None:
 def _read(value: Any, attributes: list[str] | tuple[str, ...], readers: tuple) -> tuple | None:
     """How to tell a value, or what its attributes lead to, from another one."""
     for name in attributes:
-        if type(value) in _TENSORS and len(attributes) == 1 and _is_seen(value, name):
-            break
+        if type(value) in _TENSORS and len(attributes) == 1:
+            if name in _SEEN or (name in _METHODS and name not in vars(value)):
+                break  # it follows from what the tensor is told by
         if type(value) is not types.ModuleType or name not in vars(value):
             return None
         value = vars(value)[name]
@@ -133,11 +134,6 @@ def _read(value: Any, attributes: list[str] | tuple[str, ...], readers: tuple) -
     if isinstance(value, TracedFunction) or (kind in _FUNCTIONS and value in _KNOWN):
         return (_Same(value),)
     return reads_of(value, readers) if kind is types.FunctionType else None
-
-
-def _is_seen(x: torch.Tensor, name: str) -> bool:
-    """Whether an attribute follows from what `_read` tells a tensor by."""
-    return name in _SEEN or (name in _METHODS and name not in vars(x))
 
 
 _TENSORS = torch.Tensor, torch.nn.Parameter

@@ -37,10 +37,10 @@ BITS_32, BITS_64 = Range(-(2**31), 2**31 - 1), Range(-(2**63), 2**63 - 1)
 
 def ranges_of(plan: list[TreeStep]) -> list[Range | None]:
     """The range of each step that is an integer."""
-    found: list[Range | None] = []
+    ranges: list[Range | None] = []
     for step in plan:
-        found.append(_range(step, [found[i] for i in step.inputs]) if step.kind == INT else None)
-    return found
+        ranges.append(_range(step, [ranges[i] for i in step.inputs]) if step.kind == INT else None)
+    return ranges
 
 
 def _range(step: TreeStep, operands: list) -> Range:
@@ -56,8 +56,8 @@ def _range(step: TreeStep, operands: list) -> Range:
         operands = operands[1:]
     if step.op not in RULES:  # of floats
         return BITS_64
-    found = RULES[step.op](*operands)
-    return found if found.fits(BITS_64) else BITS_64
+    result = RULES[step.op](*operands)
+    return result if result.fits(BITS_64) else BITS_64
 
 
 def _hull(*values: int) -> Range:
@@ -79,8 +79,8 @@ def _quotient(x: Range, d: Range) -> Range:
 def _remainder(x: Range, d: Range) -> Range:
     if d.lo > 0:
         return Range(0, min(x.hi, d.hi - 1) if x.lo >= 0 else d.hi - 1)
-    found = Range(min(0, d.lo + 1), max(0, d.hi - 1))
-    return _hull(*found, *x) if d.has(0) else found
+    below = Range(min(0, d.lo + 1), max(0, d.hi - 1))
+    return _hull(*below, *x) if d.has(0) else below
 
 
 def _left(x: Range, y: Range) -> Range:
@@ -95,7 +95,7 @@ def _right(x: Range, y: Range) -> Range:
 
 
 def _and(x: Range, y: Range) -> Range:
-    ends = [side.hi for side in (x, y) if side.lo >= 0]
+    ends = [operand.hi for operand in (x, y) if operand.lo >= 0]
     return Range(0, min(ends)) if ends else _or(x, y)
 
 
@@ -106,8 +106,8 @@ def _or(x: Range, y: Range) -> Range:
 
 
 def _magnitude(x: Range) -> Range:
-    found = _hull(abs(x.lo), abs(x.hi))
-    return Range(0, found.hi) if x.has(0) else found
+    ends = _hull(abs(x.lo), abs(x.hi))
+    return Range(0, ends.hi) if x.has(0) else ends
 
 
 RULES: dict[str, Callable[..., Range]] = {
@@ -132,8 +132,8 @@ RULES: dict[str, Callable[..., Range]] = {
 
 def are_long(plan: list[TreeStep], ranges: list[Range | None]) -> list[bool]:
     """Which steps are computed in 64 bits: what does not fit in 32, and what is made of such."""
-    found: list[bool] = []
-    for step, own in zip(plan, ranges):
-        of_long = step.op != "load" and any(found[i] for i in step.inputs)
-        found.append(own is not None and (of_long or not own.fits(BITS_32)))
-    return found
+    is_long: list[bool] = []
+    for step, range_ in zip(plan, ranges):
+        of_long = step.op != "load" and any(is_long[i] for i in step.inputs)
+        is_long.append(range_ is not None and (of_long or not range_.fits(BITS_32)))
+    return is_long

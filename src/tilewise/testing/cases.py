@@ -64,7 +64,7 @@ class Record(NamedTuple):
 
 
 def _case(name: str, sizes: dict | None = None, **features) -> Case:
-    return Case(name, Sizes(**(sizes or {})), Features(**features))
+    return Case(name, Sizes(**(sizes or {})), features=Features(**features))
 
 
 def _lengths(seqlen_q: int, seqlen_k: int, nheads: int = 1) -> dict:
@@ -229,9 +229,9 @@ def run_case(
 
     if not isinstance(case, Case):
         return case.run(backend, device, dtype, seed)
-    inputs = make_inputs(case.sizes, case.features, dtype, device, case.seed)
-    with on_cpu(backend, device, case.seed if seed is None else seed), poisoned():
-        results = run(attention, case, inputs, backend=backend)
+    inputs = make_inputs(case.sizes, case.features, dtype=dtype, device=device, seed=case.seed)
+    with on_cpu(backend, device, seed=case.seed if seed is None else seed), poisoned():
+        results = run(attention, case, inputs=inputs, backend=backend)
     return records(results, *standards(case, inputs))
 
 
@@ -248,7 +248,7 @@ def on_cpu(
 
 def standards(case: Case, inputs: Inputs) -> tuple[dict[str, Tensor], ...]:
     """What results are judged by: the oracle, and the plain runs whose errors are allowed."""
-    oracle = run(attention_reference, case, _to(torch.float64, inputs))
+    oracle = run(attention_reference, case, inputs=_to(torch.float64, inputs))
     return oracle, run(attention_reference, case, inputs, upcast=False), recomputed(case, inputs)
 
 
@@ -282,7 +282,7 @@ def recomputed(case: Case, inputs: Inputs, **how) -> dict[str, Tensor]:
     dtype = torch.promote_types(inputs.q.dtype, torch.float32)
     eps = torch.finfo(dtype).eps
     with torch.no_grad():
-        _, *stored = _attend(attention_reference, case, inputs, **how)
+        _, *stored = _attend(attention_reference, case, inputs=inputs, **how)
     exact = _to(dtype, inputs)
     scale = case.features.scale or inputs.q.shape[-1] ** -0.5
     keys = _as_rows(exact.k, case)
@@ -294,7 +294,7 @@ def recomputed(case: Case, inputs: Inputs, **how) -> dict[str, Tensor]:
         off = off + eps / 2 * torch.sinh(2 * x) / (2 * x)
     keys = keys * (1 + _signs(keys).unsqueeze(-1) * off)
     scaled = exact._replace(q=exact.q * scale, k=_as_rows(keys, case))
-    leaves, out, lse = _attend(attention_reference, case, scaled, scale=1.0, **how)
+    leaves, out, lse = _attend(attention_reference, case, inputs=scaled, scale=1.0, **how)
 
     stored_out, stored_lse = (x.to(dtype) for x in stored)
     sign = _signs(lse)
@@ -307,7 +307,7 @@ def recomputed(case: Case, inputs: Inputs, **how) -> dict[str, Tensor]:
     w = torch.exp(lse.detach() - stored_lse).nan_to_num(0)  # a row without keys has no P
     dout = exact.dout * _as_rows(w.unsqueeze(-1), case)
     dlse = _rowsum(dout * out.detach(), case) - w * delta
-    results = _results(leaves, out, lse, dout, dlse) | {"lse": stored_lse}
+    results = _results(leaves, out, lse=lse, dout=dout, dlse=dlse) | {"lse": stored_lse}
     results["dq"] *= scale
     nkeys, nqueries = keys.shape[2], lse.shape[2] * lse.shape[1] // keys.shape[1]
     for name, terms in {"out": nkeys, "dq": nkeys, "dk": nqueries, "dv": nqueries}.items():
@@ -341,7 +341,8 @@ def _rowsum(x: Tensor, case: Case) -> Tensor:
 
 def run(attend, case: CallSpec, inputs: Inputs, **how) -> dict[str, Tensor]:
     """out and lse, and the gradients of q, k, v, sinks, bias and what is learned."""
-    return _results(*_attend(attend, case, inputs, **how), inputs.dout, inputs.dlse)
+    leaves, out, lse = _attend(attend, case, inputs=inputs, **how)
+    return _results(leaves, out, lse=lse, dout=inputs.dout, dlse=inputs.dlse)
 
 
 def _attend(
@@ -352,23 +353,23 @@ def _attend(
     leaves |= {name: getattr(inputs, name) for name in ("sinks", "bias", "learned")}
     leaves = {name: x for name, x in leaves.items() if x is not None}
     leaves = {name: x.detach().requires_grad_() for name, x in leaves.items()}
-    asked = case.features._asdict()
-    asked = {name: asked[name] for name in ("causal", "window", "softcap", "scale", "layout")}
-    asked |= {"alibi_slopes": inputs.alibi_slopes, "seqused_k": inputs.seqused_k}
-    given = dict(leaves)
-    learned = given.pop("learned", None)
-    asked |= modifiers(case.sizes, case.features, inputs.q.device, learned)
-    return leaves, *attend(**given, **(asked | how), return_lse=True)
+    options = case.features._asdict()
+    options = {name: options[name] for name in ("causal", "window", "softcap", "scale", "layout")}
+    options |= {"alibi_slopes": inputs.alibi_slopes, "seqused_k": inputs.seqused_k}
+    tensors = dict(leaves)
+    learned = tensors.pop("learned", None)
+    options |= modifiers(case.sizes, case.features, device=inputs.q.device, learned=learned)
+    return leaves, *attend(**tensors, **(options | how), return_lse=True)
 
 
 def _results(
     leaves: dict[str, Tensor], out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
 ) -> dict[str, Tensor]:
     """out, lse and the gradients, given those of out and lse."""
-    outputs, given = ((out,), (dout,)) if dlse is None else ((out, lse), (dout, dlse))
-    found = torch.autograd.grad(outputs, list(leaves.values()), given)
+    outputs, grad_outputs = ((out,), (dout,)) if dlse is None else ((out, lse), (dout, dlse))
+    grads = torch.autograd.grad(outputs, list(leaves.values()), grad_outputs)
     results = {"out": out.detach(), "lse": lse.detach()}
-    return results | {f"d{name}": grad for name, grad in zip(leaves, found)}
+    return results | {f"d{name}": grad for name, grad in zip(leaves, grads)}
 
 
 def _to(dtype: torch.dtype, inputs: Inputs) -> Inputs:

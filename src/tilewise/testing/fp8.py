@@ -80,7 +80,7 @@ def attention(
         if by.two_level:
             acc_o = acc_o * alpha + accumulated(of_block, p, v[:, :, keys], by.accumulator_bits)
         else:
-            acc_o = accumulated(acc_o * alpha, p, v[:, :, keys], by.accumulator_bits)
+            acc_o = accumulated(acc_o * alpha, p, v=v[:, :, keys], bits=by.accumulator_bits)
     safe = l_i.masked_fill(l_i == 0, 1)
     out, lse = v_scale * acc_o / safe, m_i + torch.log(l_i / P_SCALE)
     if x.v_mean is not None:
@@ -117,12 +117,12 @@ def error_of(case: Case, backend: str | None, device: str, seqlen: int = 320) ->
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(2, seqlen, 4, 64, generator=generator).to(device)
     k, v = torch.randn(2, 2, seqlen, 2, 64, generator=generator).to(device)
-    given = q, k, v + case.mean
+    values = q, k, v + case.mean
     inputs: tuple[Any, ...]
     if case.is_raw:
-        inputs = meant = tuple(x.to(FP8) for x in given)
+        inputs = meant = tuple(x.to(FP8) for x in values)
     else:
-        inputs = (quantize(*given),)
+        inputs = (quantize(values[0], values[1], values[2]),)
         meant = dequantize(inputs[0], Lengths())  # rotated and without k's mean: the same out
     q, k, v = (x.double() for x in meant)
     options: dict[str, Any] = dict(causal=case.causal, backend=backend, out_dtype=torch.float32)

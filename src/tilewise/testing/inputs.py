@@ -86,7 +86,7 @@ def make_inputs(
     dout = normal(batch, seqlen_q, nheads, headdim_v or headdim)
     dlse = normal(batch, nheads, seqlen_q) if features.lse_grad else None
     if features.logits:
-        q, k = _force_logits(q, k, features)
+        q, k = _force_logits(q, k, features=features)
     slopes = None
     if features.alibi:
         slopes = torch.rand((batch, nheads), generator=generator)

@@ -23,22 +23,22 @@ def modifiers(
     """
     from ..sparse import create_block_mask
 
-    asked = {}
+    arguments = {}
     if learned is not None:
-        asked["score_mod"] = LEARNED[features.score](learned)
+        arguments["score_mod"] = LEARNED[features.score](learned)
     elif features.score:
-        asked["score_mod"] = SCORES[features.score](sizes, device)
+        arguments["score_mod"] = SCORES[features.score](sizes, device)
     if features.mask:
         mask = MASKS[features.mask](sizes, device)
-        asked["mask_mod"] = mask
+        arguments["mask_mod"] = mask
         if features.blocks:
             shape = sizes.batch, sizes.nheads, sizes.seqlen_q, sizes.seqlen_k
             blocks = create_block_mask(mask, *shape, device=device, block=features.blocks)
-            asked = {**asked, "mask_mod": None, "block_mask": blocks}
+            arguments = {**arguments, "mask_mod": None, "block_mask": blocks}
     if features.dropout:
-        asked["dropout_p"] = features.dropout
-        asked["dropout_rng"] = torch.tensor([1 << 40, 3], device=device)
-    return asked
+        arguments["dropout_p"] = features.dropout
+        arguments["dropout_rng"] = torch.tensor([1 << 40, 3], device=device)
+    return arguments
 
 
 def _causal(sizes: Sizes, device) -> Callable:

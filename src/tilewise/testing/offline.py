@@ -108,22 +108,22 @@ def stats(compiled: Any) -> dict[str, int | bool]:
     Raises:
         ValueError: the kernel was not compiled by `build`.
     """
-    found = {"smem": compiled.metadata.shared, "warps": compiled.metadata.num_warps}
+    counts_of_ptx = {"smem": compiled.metadata.shared, "warps": compiled.metadata.num_warps}
     if "amdgcn" in compiled.asm:
         assembly = compiled.asm["amdgcn"]
         counts = {name: _number(rf"\.{name}:\s*(\d+)", assembly) for name in _AMD}
-        return found | counts | {"MFMA": assembly.count("v_mfma")}
+        return counts_of_ptx | counts | {"MFMA": assembly.count("v_mfma")}
     log = getattr(compiled, "ptxas_log", "")
-    found |= {
+    counts_of_ptx |= {
         "registers": _number(r"Used (\d+) registers", log),
         "spill_stores": _number(r"(\d+) bytes spill stores", log),
         "spill_loads": _number(r"(\d+) bytes spill loads", log),
         "wgmma_serialized": "are serialized" in log,
     }
     sass = _disassemble(compiled.asm["cubin"])
-    found["copies_apart"] = _copies_apart(sass)
-    found["idle_barriers"] = _idle_barriers(compiled.asm["ttgir"])
-    return found | {name: len(re.findall(rf"(?<![.\w]){name}\b", sass)) for name in _SASS}
+    counts_of_ptx["copies_apart"] = _copies_apart(sass)
+    counts_of_ptx["idle_barriers"] = _idle_barriers(compiled.asm["ttgir"])
+    return counts_of_ptx | {name: len(re.findall(rf"(?<![.\w]){name}\b", sass)) for name in _SASS}
 
 
 class _StandIn(DriverBase):
@@ -171,10 +171,10 @@ def _targeting(target: GPUTarget) -> Iterator[None]:
 
 
 def _number(pattern: str, text: str) -> int:
-    found = re.search(pattern, text)
-    if not found:
+    match = re.search(pattern, text)
+    if not match:
         raise ValueError(f"nothing matches {pattern!r}: was this kernel compiled by `build`?")
-    return int(found[1])
+    return int(match[1])
 
 
 def _copies_apart(sass: str) -> int:
@@ -195,9 +195,9 @@ def _idle_barriers(ttgir: str) -> int:
     The compiler reuses their memory, which PTX allows only after `mbarrier.inval`: after a context
     switch to another process the GPU restores the barriers' first state, over the new contents.
     """
-    made = re.findall(r"(%\w+) = ttg.local_alloc : \(\) -> !ttg.memdesc<(?:\d+x)*1xi64", ttgir)
+    arrays = re.findall(r"(%\w+) = ttg.local_alloc : \(\) -> !ttg.memdesc<(?:\d+x)*1xi64", ttgir)
     idle = 0
-    for name in made:
+    for name in arrays:
         parts = re.findall(rf"(%\w+) = ttg.memdesc_index {name}\[", ttgir)
         uses = sum(len(re.findall(rf"{x}\b(?! =)", ttgir)) for x in (name, *parts))
         starts = sum(len(re.findall(rf"init_barrier {x}\b", ttgir)) for x in (name, *parts))

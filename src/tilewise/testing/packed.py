@@ -51,13 +51,13 @@ class PackedCase(NamedTuple):
         """As `cases.run_case`."""
         from .. import attention
 
-        parts = [make_inputs(*part[1:], dtype, device, part.seed) for part in self.parts]
+        parts = [make_inputs(x.sizes, x.features, dtype, device, seed=x.seed) for x in self.parts]
         parts = [part._replace(sinks=parts[0].sinks) for part in parts]  # of heads, not sequences
         packed, lengths = self.pack(parts)
-        with on_cpu(backend, device, self.seed if seed is None else seed), poisoned():
-            results = run(attention, self, packed, backend=backend, **lengths)
-        alone = [standards(*both) for both in zip(self.parts, parts)]
-        return records(results, *(self.join(runs) for runs in zip(*alone)))
+        with on_cpu(backend, device, seed=self.seed if seed is None else seed), poisoned():
+            results = run(attention, self, inputs=packed, backend=backend, **lengths)
+        oracle, *plain = map(self.join, zip(*map(standards, self.parts, parts)))
+        return records(results, oracle, *plain)
 
     def pack(self, parts: list[Inputs]) -> tuple[Inputs, dict[str, Tensor]]:
         """The tensors of one call, and the arguments that say where its sequences are."""
@@ -67,18 +67,18 @@ class PackedCase(NamedTuple):
             if tensors[0] is not None:
                 dim = 2 if name == "dlse" else 1
                 value = 0.0 if name == "dlse" else math.nan  # padding must not be read
-                joined[name] = guarded(self._cat(tensors, dim, value).squeeze(0))
+                joined[name] = guarded(self._cat(tensors, dim, value=value).squeeze(0))
         slopes = parts[0].alibi_slopes
         if slopes is not None and slopes.dim() == 2:
             slopes = torch.cat([x for x in (part.alibi_slopes for part in parts) if x is not None])
         packed = parts[0]._replace(**joined, alibi_slopes=slopes)
         lengths = {}
-        for side, rows in (("q", self.queries), ("k", self.keys)):
+        for tensor, rows in (("q", self.queries), ("k", self.keys)):
             used = torch.tensor(rows, dtype=torch.int32, device=packed.q.device)
             starts = F.pad((used + self.spare).cumsum(0, dtype=torch.int32), (1, 0))
-            lengths[f"cu_seqlens_{side}"] = starts
+            lengths[f"cu_seqlens_{tensor}"] = starts
             if self.spare:
-                lengths[f"seqused_{side}"] = used
+                lengths[f"seqused_{tensor}"] = used
         return packed, lengths
 
     def join(self, runs: tuple[dict[str, Tensor], ...]) -> dict[str, Tensor]:
@@ -88,7 +88,7 @@ class PackedCase(NamedTuple):
             tensors = [results[name] for results in runs]
             if name in ROW_DIM:
                 value = -math.inf if name == "lse" else 0.0
-                joined[name] = self._cat(tensors, ROW_DIM[name], value).squeeze(0)
+                joined[name] = self._cat(tensors, ROW_DIM[name], value=value).squeeze(0)
             else:  # the gradient of the sinks, which all sequences share
                 joined[name] = sum(tensors)
         return joined
@@ -102,15 +102,15 @@ class PackedCase(NamedTuple):
 
 PACKED = (
     PackedCase("packed-lengths", (5, 0, 70, 33), (7, 4, 60, 50), Features(lse_grad=True)),
-    PackedCase("packed-causal", (160, 300), (160, 300), Features(causal=True)),
-    PackedCase("packed-one", (65,), (130,), Features(causal=True, window=(40, 0))),
+    PackedCase("packed-causal", (160, 300), keys=(160, 300), features=Features(causal=True)),
+    PackedCase("packed-one", (65,), keys=(130,), features=Features(causal=True, window=(40, 0))),
     PackedCase("packed-no-keys", (9, 20), (0, 30), Features(causal="top_left", lse_grad=True)),
     PackedCase("packed-many", (1,) * 40 + (100,), (3,) * 40 + (90,), Features(softcap=3.0)),
     PackedCase(
         "packed-everything",
         (20, 64, 9, 130),
-        (25, 64, 12, 100),
-        Features(True, (50, 0), 3.0, alibi="batch", sinks=True, lse_grad=True),
+        keys=(25, 64, 12, 100),
+        features=Features(True, (50, 0), softcap=3.0, alibi="batch", sinks=True, lse_grad=True),
         spare=5,
     ),
     PackedCase(
@@ -122,11 +122,11 @@ PACKED = (
     PackedCase(
         "packed-tail",
         (20, 64, 9, 100),
-        (25, 64, 12, 90),
-        Features(True, (50, 0), sinks=True, lse_grad=True),
+        keys=(25, 64, 12, 90),
+        features=Features(True, (50, 0), sinks=True, lse_grad=True),
         spare=3,
         tail=170,
     ),
-    PackedCase("packed-short-tail", (70, 0), (40, 3), Features(), tail=9),
+    PackedCase("packed-short-tail", (70, 0), keys=(40, 3), features=Features(), tail=9),
     PackedCase("packed-d512", (30, 20), (40, 20), Features(True), Sizes(1, 1, 1, 2, 1, 512)),
 )

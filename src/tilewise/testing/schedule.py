@@ -66,7 +66,7 @@ def tiles(
         for head in range(nheads):
             for m_block in reversed(blocks) if longest_first else blocks:
                 for split_idx in range(num_splits):
-                    yield Tile(tile, batch, head, m_block, split_idx)
+                    yield Tile(tile, batch, head=head, m_block=m_block, split_idx=split_idx)
                     tile += 1
 
 
@@ -107,7 +107,7 @@ def simulate(costs: Sequence[int], processors: int, dynamic: bool) -> list[Run]:
     runs = []
     for tile, cost in enumerate(costs):
         start, processor = free[0] if dynamic else free[tile % processors]
-        runs.append(Run(processor, start, start + cost, tile))
+        runs.append(Run(processor, start, stop=start + cost, tile=tile))
         if dynamic:
             heapq.heapreplace(free, (start + cost, processor))
         else:

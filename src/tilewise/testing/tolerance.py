@@ -60,7 +60,7 @@ def judge(result: Tensor, oracle: Tensor, *plain: Tensor) -> Verdict:
     """
     dtype = plain[0].dtype
     if result.shape != oracle.shape or result.dtype != dtype:
-        return Verdict(math.inf, 0.0, math.inf, 0.0, False)
+        return Verdict(math.inf, 0.0, mean_error=math.inf, mean_bound=0.0, ok=False)
     oracle = oracle.double()
     is_finite = oracle.isfinite()
     infinities_match = torch.equal(result.double()[~is_finite], oracle[~is_finite])

@@ -31,7 +31,7 @@ STEPS_Q = tl.constexpr(random_bytes.STEPS_Q)
 class Draw(NamedTuple):
     """A random word for each pair, and which of its bytes is the pair's."""
 
-    word: tl.tensor  # uint32
+    bits: tl.tensor  # uint32
     byte: tl.tensor  # 0 is the least significant
 
 
@@ -56,7 +56,7 @@ def keep_mask(stream, m_start, n_start, offs_m, offs_n, threshold):
     group.
     """
     drawn = draw(stream, m_start, n_start, offs_m, offs_n)
-    byte = (drawn.word >> (8 * drawn.byte).to(tl.uint32)) & 255
+    byte = (drawn.bits >> (8 * drawn.byte).to(tl.uint32)) & 255
     return byte >= tl.cast(threshold, tl.uint32)
 
 
@@ -66,11 +66,11 @@ def draw(stream, m_start, n_start, offs_m, offs_n):
     group_q = (query_group(m_start) + query_group(offs_m)).to(tl.uint32)
     group_k = (key_group(n_start) + key_group(offs_n)).to(tl.uint32)
     w0, w1, w2, w3 = group_words(stream, group_q, group_k)
-    at = word_of(offs_n)
+    index = word_of(offs_n)
     if offs_n.shape[0] * offs_n.shape[1] < 32:  # a tile of a group's first keys, or its last
-        at = word_of(n_start % 32 + offs_n)
-    word = tl.where(at < 2, tl.where(at == 0, w0, w1), tl.where(at == 2, w2, w3))
-    return Draw(word, byte_of(offs_m, offs_n))
+        index = word_of(n_start % 32 + offs_n)
+    bits = tl.where(index < 2, tl.where(index == 0, w0, w1), tl.where(index == 2, w2, w3))
+    return Draw(bits, byte_of(offs_m, offs_n))
 
 
 @triton.jit

@@ -58,13 +58,13 @@ def ends_seen(q_idx, k_idx, seq, TRANSPOSED: tl.constexpr):
     first_key, stop_key, first_query, stop_query = seq.modifiers.mask_tensors
     seqlen_k = seq.lengths.seqlen_k
     if TRANSPOSED:
-        seen = load_ends(k_idx, seq.batch, seq.head, (first_query, stop_query))
-        first = tl.where(k_idx < seqlen_k, seen.first - seq.origin, LAST)
-        return RowInterval(first, seen.stop - seq.origin)
+        interval = load_ends(k_idx, seq.batch, seq.head, (first_query, stop_query))
+        first = tl.where(k_idx < seqlen_k, interval.first - seq.origin, LAST)
+        return RowInterval(first, interval.stop - seq.origin)
     else:
-        seen = load_ends(q_idx, seq.batch, seq.head, (first_key, stop_key))
-        stop = tl.minimum(seen.stop - seq.origin, seqlen_k)
-        return RowInterval(seen.first - seq.origin, stop)
+        interval = load_ends(q_idx, seq.batch, seq.head, (first_key, stop_key))
+        stop = tl.minimum(interval.stop - seq.origin, seqlen_k)
+        return RowInterval(interval.first - seq.origin, stop)
 
 
 @triton.jit
@@ -79,13 +79,13 @@ def apply_mask(s, q_idx, k_idx, seq, FEATURES: tl.constexpr):
     """Sets masked scores to -inf; q_idx and k_idx broadcast over the tile."""
     TRANSPOSED: tl.constexpr = k_idx.shape[1] == 1
     LEFT: tl.constexpr = FEATURES.LEFT
-    seen = columns_seen(q_idx, k_idx, seq, FEATURES, TRANSPOSED)
+    interval = columns_seen(q_idx, k_idx, seq, FEATURES, TRANSPOSED)
     column = q_idx if TRANSPOSED else k_idx
     keep = k_idx < seq.lengths.seqlen_k  # which the ends of a band know, too
     if has_stop(LEFT, FEATURES.ENDS, TRANSPOSED):
-        keep = column < seen.stop
+        keep = column < interval.stop
     if has_first(LEFT, FEATURES.RIGHT, FEATURES.ENDS, TRANSPOSED):
-        is_late = column >= seen.first
+        is_late = column >= interval.first
         keep = keep & is_late if has_stop(LEFT, FEATURES.ENDS, TRANSPOSED) else is_late
     if FEATURES.MASK_MOD is not None:
         keep = keep & function_allows(q_idx, k_idx, seq, FEATURES)

@@ -55,5 +55,5 @@ def gather(x: Tensor, page_table: Tensor | None, row: int, first: int, last: int
     pages = page_table[row, start : -(-last // page_size)].clamp(0, max(0, x.shape[0] - 1))
     if last <= first:
         return x.new_empty(0, *x.shape[2:])
-    found = x.index_select(0, pages).flatten(0, 1)
-    return found[first - start * page_size : last - start * page_size]
+    rows = x.index_select(0, pages).flatten(0, 1)
+    return rows[first - start * page_size : last - start * page_size]

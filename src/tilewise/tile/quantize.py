@@ -31,8 +31,8 @@ def row_scales(x: Tensor, dtype: torch.dtype) -> Tensor:
 def quantize(x: Tensor, scale: Tensor | float, dtype: torch.dtype) -> Tensor:
     """x / scale; NaN is 0 in int8, which has none."""
     limit = LIMITS[dtype]
-    found = (x.float() / scale).clamp(-limit, limit)
-    return found.to(dtype) if dtype.is_floating_point else found.round().nan_to_num(0.0).to(dtype)
+    scaled = (x.float() / scale).clamp(-limit, limit)
+    return scaled.to(dtype) if dtype.is_floating_point else scaled.round().nan_to_num(0.0).to(dtype)
 
 
 def dequantize(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -95,12 +95,12 @@ def keep(
     """
     q_idx, k_idx = q_idx.long(), k_idx.long()
     stream = stream_of(rng, batch, head)
-    words = group_words(stream, query_group(q_idx), key_group(k_idx))
-    at = word_of(k_idx)
-    low = torch.where(at == 0, words[0], words[1])
-    high = torch.where(at == 2, words[2], words[3])
-    word = torch.where(at < 2, low, high)
-    return ((word >> 8 * byte_of(q_idx, k_idx)) & 255) >= threshold
+    drawn = group_words(stream, query_group(q_idx), key_group(k_idx))
+    index = word_of(k_idx)
+    low = torch.where(index == 0, drawn[0], drawn[1])
+    high = torch.where(index == 2, drawn[2], drawn[3])
+    bits = torch.where(index < 2, low, high)
+    return ((bits >> 8 * byte_of(q_idx, k_idx)) & 255) >= threshold
 
 
 def keep_tile(
@@ -125,16 +125,16 @@ def keep_tile(
     group_q = _groups(q_start, rows, _QUERIES, rng.device)[:, None]
     group_k = _groups(k_start, columns, _KEYS, rng.device)
     stream = stream_of(rng, batch, head)
-    words = torch.stack(group_words(stream, group_q, group_k), -1)
-    kept = words.to(torch.int32).view(torch.uint8) >= threshold  # bytes from the least significant
+    drawn = torch.stack(group_words(stream, group_q, group_k), -1)
+    is_kept = drawn.to(torch.int32).view(torch.uint8) >= threshold  # the lowest byte first
     # q // 16, q % 8, k // 32, k % 8 // 2, k // 8 % 4, q // 8 % 2, and both k % 2 in one int16
-    kept = kept.view(*kept.shape[:-3], -1, 8, group_k.numel() // 4, 4, 4, 2, 2)
-    kept = kept.view(torch.int16).squeeze(-1)
-    d = kept.dim() - 6
-    kept = kept.permute(*range(d), d, d + 5, d + 1, d + 2, d + 4, d + 3)
-    kept = kept.flatten(d, d + 2).flatten(d + 1).view(torch.bool)
-    kept = kept.narrow(d, q_start % _QUERIES.block, rows)
-    return kept.narrow(d + 1, k_start % _KEYS.block, columns)
+    is_kept = is_kept.view(*is_kept.shape[:-3], -1, 8, group_k.numel() // 4, 4, 4, 2, 2)
+    is_kept = is_kept.view(torch.int16).squeeze(-1)
+    d = is_kept.dim() - 6
+    is_kept = is_kept.permute(*range(d), d, d + 5, d + 1, d + 2, d + 4, d + 3)
+    is_kept = is_kept.flatten(d, d + 2).flatten(d + 1).view(torch.bool)
+    is_kept = is_kept.narrow(d, q_start % _QUERIES.block, rows)
+    return is_kept.narrow(d + 1, k_start % _KEYS.block, columns)
 
 
 def stream_of(rng: Tensor, batch: Tensor | int, head: Tensor | int) -> Stream:
@@ -149,10 +149,10 @@ def group_words(stream: Stream, group_q: Tensor, group_k: Tensor) -> tuple[Tenso
     # A mask that changes nothing: Inductor (torch 2.13) multiplies an `arange` in 32 bits
     group_q, group_k = group_q & _WORD, group_k & _WORD
     steps = zip(stream, STEPS_Q, STEPS_K)
-    words = (_fma(group_k, step_k, _fma(group_q, step_q, a)) for a, step_q, step_k in steps)
+    state = (_fma(group_k, step_k, _fma(group_q, step_q, a)) for a, step_q, step_k in steps)
     for _ in range(MIXES):
-        words = mix(*words)
-    return tuple(words)
+        state = mix(*state)
+    return tuple(state)
 
 
 def mix(x: Tensor, y: Tensor, z: Tensor, w: Tensor) -> tuple[Tensor, ...]:
@@ -160,7 +160,7 @@ def mix(x: Tensor, y: Tensor, z: Tensor, w: Tensor) -> tuple[Tensor, ...]:
     (Jarzynski and Olano 2020, "Hash functions for GPU rendering"), on words whose bytes are turned
     round. Products carry bits up alone, so the upper ones, which depend on most, come down before.
     """
-    x, y, z, w = (_reversed(word) for word in (x, y, z, w))
+    x, y, z, w = map(_reversed, (x, y, z, w))
     x = _fma(y, w, x)
     y = _fma(z, x, y)
     z = _fma(x, y, z)
@@ -200,10 +200,10 @@ def draw_rng(device: torch.device | str, generator: torch.Generator | None = Non
     random operators: `torch.manual_seed` and `torch.utils.checkpoint` reach it, a CUDA graph draws
     new words at each replay, and the host never waits.
     """
-    words = torch.randint(
+    halves = torch.randint(
         -(2**31), 2**31, (4,), dtype=torch.int32, device=device, generator=generator
     )
-    return words.view(torch.int64)
+    return halves.view(torch.int64)
 
 
 def check_dropout(p: float) -> float:

@@ -40,9 +40,9 @@ def rotate(x: Tensor, rotary: Rotary, positions: Tensor) -> Tensor:
     exact = torch.promote_types(x.dtype, torch.float32)
     index = positions.long().clamp(0, rotary.cos.shape[0] - 1)
     cos, sin = (table[index].to(exact).unsqueeze(-2) for table in rotary[:2])
-    turned, rest = x.split([2 * cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]], -1)
+    turned, unturned = x.split([2 * cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]], -1)
     pair = (-1, 2) if rotary.interleaved else (2, -1)
     first, second = turned.to(exact).unflatten(-1, pair).unbind(-1 if rotary.interleaved else -2)
     halves = first * cos - second * sin, second * cos + first * sin
-    found = torch.stack(halves, -1 if rotary.interleaved else -2).flatten(-2)
-    return torch.cat([found.to(x.dtype), rest], -1)
+    pairs = torch.stack(halves, -1 if rotary.interleaved else -2).flatten(-2)
+    return torch.cat([pairs.to(x.dtype), unturned], -1)

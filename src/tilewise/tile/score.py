@@ -117,9 +117,9 @@ def load_bias(q_idx, k_idx, seq):
     bias = seq.modifiers.bias
     row = bias.ptr + tl.cast(seq.batch, tl.int64) * bias.batch
     row += tl.cast(seq.head, tl.int64) * bias.head
-    at = q_idx.to(tl.int64) * bias.row + k_idx.to(tl.int64) * bias.column
+    offset = q_idx.to(tl.int64) * bias.row + k_idx.to(tl.int64) * bias.column
     exists = (q_idx < seq.lengths.seqlen_q) & (k_idx < seq.lengths.seqlen_k)
-    return tl.load(row + at, mask=exists, other=0.0).to(tl.float32)
+    return tl.load(row + offset, mask=exists, other=0.0).to(tl.float32)
 
 
 @triton.jit

@@ -77,9 +77,9 @@ class Share(NamedTuple):
 
 
 class Division(NamedTuple):
-    """A tile's parts: `count` of `each` pieces, but for the last one, then parts of one."""
+    """A tile's parts: `count` of `length` pieces, but for the last one, then parts of one."""
 
-    each: tl.tensor
+    length: tl.tensor
     count: tl.tensor
     parts: tl.tensor
 
@@ -138,9 +138,9 @@ def sequence_at(batch, call, FEATURES: tl.constexpr):
     first_q, seqlen_q, seqlen_k = lengths_at(of, call, FEATURES)
     numbers, split_size = call.numbers, call.sizes.split_size
     first = seqlen_k - seqlen_q
-    seen = keys_seen(first, seqlen_k - 1, seqlen_k, numbers, split_size, FEATURES)
+    keys = keys_seen(first, seqlen_k - 1, seqlen_k, numbers, split_size, FEATURES)
     seqlen_q = tl.where(batch < call.sizes.batch, seqlen_q, 0)
-    return SplitSequence(first_q, seqlen_q, seqlen_k, seen.piece, seen.stop - seen.piece)
+    return SplitSequence(first_q, seqlen_q, seqlen_k, keys.piece, keys.stop - keys.piece)
 
 
 @triton.jit
@@ -153,8 +153,8 @@ def share_of(lane, programs, call, FEATURES: tl.constexpr, TOKENS: tl.constexpr)
         of = sequence_at(first + lane, call, FEATURES)
         total += tl.sum(tl.cdiv(of.seqlen_q, TOKENS) * of.pieces, 0)
         # 32-bit sums, which the whole warp has at once; none may overflow
-        each = tl.minimum(of.seqlen_q, MOST) * tl.minimum(of.pieces, MOST)
-        queries = tl.minimum(queries + tl.sum(tl.minimum(each, MANY), 0), MANY)
+        few = tl.minimum(of.seqlen_q, MOST) * tl.minimum(of.pieces, MOST)
+        queries = tl.minimum(queries + tl.sum(tl.minimum(few, MANY), 0), MANY)
         first += GROUP
     total *= call.sizes.nheads
     has_room = queries <= call.sizes.room
@@ -183,15 +183,15 @@ def divide(pieces, tiles, before, share):
     is_whole = left - tiles * pieces >= a_tile_each
     longer = tl.maximum(left - share.programs * LAST_PIECES, 0) // tl.maximum(tiles, 1)
     count = tl.minimum(longer, pieces) // LONGEST_PART
-    each = tl.where(count > 0, LONGEST_PART, 1)
-    parts = count + pieces - count * each
+    length = tl.where(count > 0, LONGEST_PART, 1)
+    parts = count + pieces - count * length
     equal = divide_equally(pieces, share)
     is_equal = share.total // MANY_TILES < a_tile_each
-    each = tl.where(is_whole, tl.maximum(pieces, 1), each)
+    length = tl.where(is_whole, tl.maximum(pieces, 1), length)
     count = tl.where(is_whole, 1, count)
     parts = tl.where(is_whole, 1, tl.maximum(parts, 1))
     return Division(
-        tl.where(is_equal, equal.each, each),
+        tl.where(is_equal, equal.length, length),
         tl.where(is_equal, equal.count, count),
         tl.where(is_equal, equal.parts, parts),
     )
@@ -201,8 +201,8 @@ def divide(pieces, tiles, before, share):
 def pieces_of_part(part, division):
     """The first piece of a part and how many it has, of a tile's."""
     behind = part - division.count
-    first = tl.where(behind < 0, part * division.each, division.count * division.each + behind)
-    return first, tl.where(behind < 0, division.each, 1)
+    first = tl.where(behind < 0, part * division.length, division.count * division.length + behind)
+    return first, tl.where(behind < 0, division.length, 1)
 
 
 @triton.jit
@@ -284,7 +284,7 @@ def division_in(division, lane, place):
     """The one that a lane holds."""
     is_here = lane == place
     return Division(
-        tl.maximum(tl.sum(tl.where(is_here, division.each, 0), 0), 1),
+        tl.maximum(tl.sum(tl.where(is_here, division.length, 0), 0), 1),
         tl.sum(tl.where(is_here, division.count, 0), 0),
         tl.maximum(tl.sum(tl.where(is_here, division.parts, 0), 0), 1),
     )
@@ -341,10 +341,10 @@ def find_alternating(
         tl.where(is_long, long.rows, short.rows),
         number * 0,
     )
-    found = find_sequence(
+    part = find_sequence(
         index, hint, lane, share, call, False, True, FEATURES, ROWS, BLOCK_DV, is_long
     )
-    batch, before, rows, pieces = found.hint
+    batch, before, rows, pieces = part.hint
     long = Hint(
         tl.where(is_long, batch, long.batch),
         tl.where(is_long, before, long.before),
@@ -358,8 +358,8 @@ def find_alternating(
         pieces,
     )
     stop = streams.longs + streams.shorts
-    found = Found(
-        *(found.is_work, found.batch, found.sequence, found.division, found.within, found.rows),
-        *(found.hint, stop),
-    )
-    return found, Streams(long, short, streams.longs, streams.shorts)
+    part = Found(
+        part.is_work, part.batch, part.sequence, part.division, part.within, part.rows,
+        part.hint, stop,
+    )  # fmt: skip
+    return part, Streams(long, short, streams.longs, streams.shorts)

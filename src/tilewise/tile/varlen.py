@@ -117,10 +117,10 @@ def varlen_tile(
 def interleave_heads(tile, blocks, heads, width):
     """Tile number -> (block, head), where the heads of each group of `width` are interleaved."""
     group = tile // (width * blocks)
-    rest = tile - group * (width * blocks)
+    index = tile - group * (width * blocks)
     first = group * width
     width = tl.minimum(width, heads - first)
-    return rest // width, first + rest % width
+    return index // width, first + index % width
 
 
 @triton.jit

@@ -36,9 +36,9 @@ def select(key: Key, device: torch.device) -> Config:
 def _measured(key: Key, device: torch.device) -> Config:
     any_length = key._replace(is_short=False)
     for table in (user_table(device), TABLE):
-        for found in (key, any_length, any_length._replace(is_causal=not key.is_causal)):
-            if found in table:
-                return table[found]
+        for candidate in (key, any_length, any_length._replace(is_causal=not key.is_causal)):
+            if candidate in table:
+                return table[candidate]
     return default(key)
 
 
@@ -47,10 +47,10 @@ def architecture(device: torch.device) -> str:
     """The tables' name for it: "sm90", "gfx942", ...; "interpreter" for the CPU."""
     if device.type != "cuda":
         return "interpreter"
-    found = cast(Properties, torch.cuda.get_device_properties(device))  # pyright: ignore[reportUnknownMemberType]
+    properties = cast(Properties, torch.cuda.get_device_properties(device))  # pyright: ignore[reportUnknownMemberType]
     if torch.version.hip:
-        return found.gcnArchName.split(":")[0]
-    return f"sm{found.major}{found.minor}"
+        return properties.gcnArchName.split(":")[0]
+    return f"sm{properties.major}{properties.minor}"
 
 
 @contextlib.contextmanager

@@ -67,7 +67,7 @@ def add(gpu: str, rows: Table) -> Path:
         if complaint:
             path.replace(aside)
         tables[gpu] = {**tables.get(gpu, {}), **rows}
-        told = {
+        stored = {
             name: [
                 {"key": list(key), "config": list(config)} for key, config in sorted(table.items())
             ]
@@ -76,7 +76,7 @@ def add(gpu: str, rows: Table) -> Path:
         new = path.with_suffix(f".{secrets.token_hex(8)}.new")
         try:
             with _open(new, "xb") as file:
-                file.write(json.dumps(told, indent=1).encode())
+                file.write(json.dumps(stored, indent=1).encode())
                 file.flush()
                 os.fsync(file.fileno())
             new.replace(path)
@@ -123,11 +123,11 @@ def _row(row: Any) -> tuple[Key, Config] | None:
     """A row, if its fields are of their kinds and a kernel could be launched so."""
     if not _is(row, dict) or row.keys() != {"key", "config"}:
         return None
-    if not _are(row["key"], (str, str, int, int, bool, bool), 5):
+    if not _are(row["key"], (str, str, int, int, bool, bool), least=5):
         return None
-    if not _are(row["config"], (int, int, int, int, bool), 4):
+    if not _are(row["config"], (int, int, int, int, bool), least=4):
         return None
-    key, config = Key(*row["key"]), Config(*row["config"])
+    key, config = Key._make(row["key"]), Config._make(row["config"])
     return (key, config) if _is_known(key) and _can_launch(key, config) else None
 
 
@@ -146,14 +146,14 @@ def _is(value: Any, kind: type) -> bool:
 
 
 def _is_known(key: Key) -> bool:
-    is_kernel = key.kernel in PORTABLE or any(key.kernel == known.kernel for known in TABLE)
+    is_kernel = key.kernel in PORTABLE or any(key.kernel == row.kernel for row in TABLE)
     is_size = _is_power(key.block_d, 16, 512) or key in TABLE
     return is_kernel and is_size and key.bits in (16, 32)
 
 
 def _can_launch(key: Key, config: Config) -> bool:
     if key.kernel not in PORTABLE:  # its tiles follow from its pipeline: those that were measured
-        return any(key.kernel == x.kernel and config == known for x, known in TABLE.items())
+        return any(key.kernel == x.kernel and config == measured for x, measured in TABLE.items())
     m, n, warps, stages, _ = config
     is_tile = _is_power(m, 16, 1024) and _is_power(n, 16, 1024) and _is_power(warps, 1, 32)
     return is_tile and 1 <= stages <= 8 and m * n <= warps * MAX_SCORES_PER_WARP

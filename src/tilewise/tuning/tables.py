@@ -92,7 +92,8 @@ def _widest(key: Key) -> Config:
         return Config(16, 16, 4 if key.arch.startswith("gfx") else 8, 1)
     if key.arch.startswith("gfx"):
         tiles = {"fwd": (32, 32), "bwd_dq": (32, 16), "bwd_dkdv": (16, 32)}
-        return Config(*tiles[key.kernel], 4, 1)
+        block_m, block_n = tiles[key.kernel]
+        return Config(block_m, block_n, num_warps=4, num_stages=1)
     if key.kernel == "bwd_dkdv":  # loads in flight take less shared memory than those that are not
         return Config(16, 32, 8, 2)
     if not _is_roomy(key):

@@ -9,11 +9,12 @@ from __future__ import annotations
 import enum
 import importlib
 import sys
+from typing import Any
 
 import torch
 
 from ...errors import ArgumentError, require
-from .call import attend, by_query
+from .call import attend
 
 Tensor = torch.Tensor
 
@@ -94,14 +95,16 @@ def attention_forward(
     """The attention function: (batch, seqlen, nheads, headdim) in and out, and with `return_lse`
     lse as (batch, seqlen, nheads). Causal is top-left, as in torch.
     """
-    mask = over_heads(attn_mask, query, key)
-    flags = dropout_p, is_causal, scale, enable_gqa
+    mask = over_heads(attn_mask, query, key=key)
+    flags: dict[str, Any] = dict(dropout_p=dropout_p, is_causal=is_causal)
+    flags.update(scale=scale, enable_gqa=enable_gqa)
     if getattr(_parallel_config, "context_parallel_config", None) is None:
-        out, lse = attend(query, key, value, mask, *flags)
-        return (out, by_query(lse)) if return_lse else out
+        out, lse = attend(query, key, value=value, mask=mask, **flags)
+        return (out, lse) if return_lse else out
     from .parallel import attend_shards
 
-    return attend_shards(query, key, value, mask, *flags, return_lse, _parallel_config)
+    flags.update(return_lse=return_lse, config=_parallel_config)
+    return attend_shards(query, key, value=value, mask=mask, **flags)
 
 
 def over_heads(attn_mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ...frontend.sdpa import with_lse
@@ -10,14 +12,9 @@ Tensor = torch.Tensor
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *flags
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """One call: out, and lse as (batch, nheads, seqlen)."""
+    """One call: out and lse, (batch, seqlen, nheads, ...)."""
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    out, lse = with_lse(q, k, v, mask, *flags)
-    return out.transpose(1, 2), lse
-
-
-def by_query(lse: Tensor) -> Tensor:
-    """lse as diffusers has it, (batch, seqlen, nheads)."""
-    return lse.transpose(1, 2).contiguous()
+    out, lse = with_lse(q, k, value=v, attn_mask=mask, **options)
+    return out.transpose(1, 2), lse.transpose(1, 2).contiguous()

@@ -8,6 +8,7 @@ that take two functions.
 from __future__ import annotations
 
 import importlib
+from typing import Any
 
 import torch
 
@@ -15,7 +16,7 @@ from ...frontend.checks import check
 from ...mods.flatten import NO_MODIFIERS, modifiers_by
 from ...ops import attention as ops
 from ...problem import OPEN, Extras, Saved
-from .call import attend, by_query
+from .call import attend
 
 Tensor = torch.Tensor
 
@@ -47,15 +48,14 @@ def attend_shards(
         "is_causal": is_causal,
         "enable_gqa": enable_gqa and query.shape[2] != key.shape[2],
     }
-    for what, is_used in unsupported.items():
+    for argument, is_used in unsupported.items():
         if is_used:
             raise NotImplementedError(
-                f"{what} is not supported under context parallelism: leave it out, or load the "
+                f"{argument} is not supported under context parallelism: leave it out, or load the "
                 "model without `parallel_config` and `enable_parallelism`"
             )
-    flags = 0.0, False, scale, False, return_lse
-    both = dict(forward_op=forward_op, backward_op=backward_op)
-    return run(query, key, value, mask, *flags, **both, _parallel_config=config)
+    theirs = dict(forward_op=forward_op, backward_op=backward_op, _parallel_config=config)
+    return run(query, key, value, mask, 0.0, False, scale, False, return_lse, **theirs)
 
 
 def forward_op(
@@ -74,8 +74,9 @@ def forward_op(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention to the keys at hand; a ring then joins such results."""
     query, key, value = ops.autocast(query, key, value)  # what is saved is what is computed with
-    out, lse = attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    lse = by_query(lse)
+    flags: dict[str, Any] = dict(dropout_p=dropout_p, is_causal=is_causal)
+    flags.update(scale=scale, enable_gqa=enable_gqa)
+    out, lse = attend(query, key, value=value, mask=attn_mask, **flags)
     if _save_ctx:
         ctx.save_for_backward(query, key, value, out, lse, attn_mask)
         ctx.scale = scale
@@ -100,8 +101,8 @@ def backward_op(
             "gradients in a ring: this diffusers passes no lse of all keys; install 0.40 or newer"
         )
     *saved, mask = ctx.saved_tensors
-    given = query, key, value, out, lse
-    q, k, v, out, lse = (old if new is None else new for old, new in zip(saved, given))
+    inputs = zip(saved, (query, key, value, out, lse))
+    q, k, v, out, lse = (old if new is None else new for old, new in inputs)
     return gradients(grad_out, q, k, v, out, lse.transpose(1, 2), mask, ctx.scale)
 
 
@@ -123,7 +124,7 @@ def gradients(
     call = check(
         q,
         k,
-        v,
+        v=v,
         extras=extras,
         numbers=(scale, None),
         align="bottom_right",
@@ -133,7 +134,7 @@ def gradients(
     )
     call = ops.known_call(call, (q, k, v, *extras.tensors))
     dout, out = (x.to(q.dtype).contiguous() for x in (dout, out))
-    return ops.gradients(call, Saved(dout, None, q, k, v, out, lse.contiguous()), extras)
+    return ops.gradients(call, Saved(dout, None, q, k, v, out, lse.contiguous()), extras=extras)
 
 
 def _is_of_keys(mask: Tensor) -> bool:

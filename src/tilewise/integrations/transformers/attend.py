@@ -32,7 +32,7 @@ class LayerFeatures(NamedTuple):
         """The features of some rows, queries and keys."""
         if self.bias is None:
             return self
-        return self._replace(bias=_cut(self.bias, rows, queries, keys))
+        return self._replace(bias=_cut(self.bias, rows, queries=queries, keys=keys))
 
 
 ALL = slice(None)
@@ -60,8 +60,10 @@ def attend(
     """One call; `mask` is bools that broadcast over (batch, nheads, queries, keys)."""
     causal = align if band[1] == 0 else False
     if mask is None or 0 in (*q.shape[:2], k.shape[1]):
-        found = attention(
-            *(q, k, v),
+        out = attention(
+            q,
+            k,
+            v,
             causal=causal,
             window=band,
             seqused_k=seqused_k,
@@ -69,18 +71,16 @@ def attend(
             cu_seqlens_k=cu_seqlens_k,
             **features._asdict(),
         )
-        return cast(Tensor, found)  # without `return_lse`
+        return cast(Tensor, out)  # without `return_lse`
     modifiers = modifiers_by(mask.to(q.device))
     scale, softcap, sinks, dropout_p, deterministic, bias = features
     rng = draw_rng(q.device) if check_dropout(dropout_p) else None
+    extras = Extras(None, sinks, seqused_k=seqused_k, bias=bias, dropout_rng=rng)
     out, _ = call(
-        *(q, k, v),
-        extras=Extras(
-            *(None, sinks, seqused_k),
-            bias=bias,
-            dropout_rng=rng,
-            captured=modifiers.captured,
-        ),
+        q,
+        k,
+        v=v,
+        extras=extras._replace(captured=modifiers.captured),
         numbers=(scale, softcap, dropout_p),
         window=(align, *sides_of(band, causal is not False)),
         deterministic=deterministic,
@@ -98,11 +98,11 @@ def attend_visible(
         used = visible.used.to(q.device)
         return attend(q, k, v, visible.band, features, align, visible.mask, seqused_k=used)
     if visible.mask is not None:
-        return _attend_masked(q, k, v, visible, visible.mask, features)
+        return _attend_masked(q, k, v=v, visible=visible, mask=visible.mask, features=features)
     if visible.runs is None:
-        return attend(q, k, v, visible.band, features)
+        return attend(q, k, v=v, band=visible.band, features=features)
     if len(set(visible.runs)) == 1:
-        return _attend_run(q, k, v, visible, visible.runs[0], features)
+        return _attend_run(q, k, v=v, visible=visible, run=visible.runs[0], features=features)
     warn_slow(
         "rows of this batch begin at different keys, so attention is called once per row: if "
         "that is too slow, pad on the right, or pack the rows into one"
@@ -126,8 +126,13 @@ def attend_packed(
     kept: Tensor | None = None,
 ) -> Tensor:
     """The sequences of all rows, side by side; of each the first keys alone, `kept` of them."""
+    q_rows, k_rows, v_rows = (x.flatten(0, 1) for x in (q, k, v))
     out = attend(
-        *(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), band, features),
+        q_rows,
+        k_rows,
+        v=v_rows,
+        band=band,
+        features=features,
         align="bottom_right" if kept is None else "top_left",
         seqused_k=None if kept is None else kept.to(q.device),
         cu_seqlens_q=starts[0].to(q.device),
@@ -141,8 +146,8 @@ def _attend_masked(q, k, v, visible: Visible, mask: Tensor, features: LayerFeatu
     keys = ALL
     if visible.band[1] == 0:
         keys = slice(0, visible.offset() + q.shape[1])
-    features, mask = features.cut(ALL, ALL, keys), _cut(mask, ALL, ALL, keys)
-    return attend(q, k[:, keys], v[:, keys], visible.band, features, mask=mask)
+    features, mask = features.cut(ALL, ALL, keys), _cut(mask, ALL, queries=ALL, keys=keys)
+    return attend(q, k[:, keys], v=v[:, keys], band=visible.band, features=features, mask=mask)
 
 
 def _attend_run(q, k, v, visible: Visible, run: tuple[int, int], features: LayerFeatures) -> Tensor:
@@ -152,12 +157,12 @@ def _attend_run(q, k, v, visible: Visible, run: tuple[int, int], features: Layer
     start, stop = run
     seqlen, diagonal = q.shape[1], visible.offset()
     if visible.band[1] == 0 and start < stop < diagonal + seqlen:
-        return _attend_late(q, k, v, visible, run, features)
+        return _attend_late(q, k, v=v, visible=visible, run=run, features=features)
     if visible.band != (None, None):  # so that the last query stands at the last key
         seqlen = max(min(seqlen, stop - diagonal), 0)
     queries, keys = slice(0, seqlen), slice(start, stop)
     features = features.cut(ALL, queries, keys)
-    out = attend(q[:, queries], k[:, keys], v[:, keys], visible.band, features)
+    out = attend(q[:, queries], k[:, keys], v=v[:, keys], band=visible.band, features=features)
     return torch.nn.functional.pad(out, (0, 0, 0, 0, 0, q.shape[1] - seqlen))
 
 
@@ -174,7 +179,7 @@ def _attend_late(
         mask = torch.arange(keys.stop - start, device=q.device) < stop - start
         features = features.cut(ALL, ALL, keys)
         mask = mask[None, None, None]
-        return attend(q, k[:, keys], v[:, keys], visible.band, features, mask=mask)
+        return attend(q, k[:, keys], v=v[:, keys], band=visible.band, features=features, mask=mask)
     queries, keys = slice(first, q.shape[1]), slice(start, stop)
     features = features.cut(ALL, queries, keys)
     out = attend(q[:, queries], k[:, keys], v[:, keys], visible.band, features, "top_left")

@@ -45,9 +45,9 @@ def is_chunked(predicate, chunk: int, padding: Tensor, queries: Span, keys: Keys
     exists = (k_idx >= first_key) & (k_idx < first_key + key_count)
     k_idx = k_idx.clamp(first_key, first_key + key_count - 1)
     b = torch.arange(padding.shape[0], device=device).view(-1, 1, 1, 1)
-    seen = predicate(b, torch.zeros_like(b[:1]), q_idx[None, None], k_idx[None, None])
+    sees = predicate(b, torch.zeros_like(b[:1]), q_idx[None, None], k_idx[None, None])
     q_chunk, k_chunk = ((idx - padding.view(-1, 1, 1, 1)) // chunk for idx in (q_idx, k_idx))
-    return ((seen == ((q_chunk == k_chunk) & (k_idx <= q_idx))) | ~exists).all()
+    return ((sees == ((q_chunk == k_chunk) & (k_idx <= q_idx))) | ~exists).all()
 
 
 def chunk_starts(chunk: int, padding: Tensor, queries: Span, keys: Keys) -> tuple[Tensor, Tensor]:

@@ -36,13 +36,13 @@ OTHERS = {  # modules, and what their tables are called before _ATTENTION_CLASSE
 
 def fill_tables(name: str) -> None:
     """Enters tilewise under this name in the tables of classes."""
-    for module, table, own in (
+    for module, table, attention_class in (
         (falcon, "FALCON", FalconAttention),
         (gptj, "GPTJ", GPTJAttention),  # from transformers 5.24 on it asks the registry
         (gpt_neo, "GPT_NEO", GPTNeoSelfAttention),
         (data2vec, "DATA2VEC_VISION_SELF", Data2VecVisionSelfAttention),
     ):
-        _table_of(module, table)[name] = own
+        _table_of(module, table)[name] = attention_class
     for path, table in OTHERS.items():
         try:
             module = importlib.import_module(f"transformers.models.{path}")
@@ -92,12 +92,8 @@ class FalconAttention(falcon.FalconAttention):
         q, k = falcon.apply_rotary_pos_emb(q, k, cos, sin)
         if layer_past is not None:
             k, v = layer_past.update(k, v, self.layer_idx)
-        out, _ = attention_forward(
-            *(self, q, k, v, attention_mask),
-            position_ids=position_ids,
-            output_attentions=output_attentions,
-            **kwargs,
-        )
+        kwargs.update(position_ids=position_ids, output_attentions=output_attentions)
+        out, _ = attention_forward(self, q, key=k, value=v, attention_mask=attention_mask, **kwargs)
         return self.dense(out.flatten(2)), None
 
 
@@ -109,11 +105,10 @@ class GPTJAttention(gptj.GPTJAttention):
         return super().forward(*args, **kwargs)
 
     def _attn(self, query: Tensor, key: Tensor, value: Tensor, attention_mask=None):
-        own: Any = self  # which has other members from 5.24 on
+        layer: Any = self  # which has other members from 5.24 on
+        dropout, scale = layer.attn_dropout.p if self.training else 0.0, 1 / layer.scale_attn
         out, _ = attention_forward(
-            *(self, query, key, value, attention_mask),
-            dropout=own.attn_dropout.p if self.training else 0.0,
-            scaling=1 / own.scale_attn,
+            self, query, key, value, attention_mask, dropout=dropout, scaling=scale
         )
         return out.transpose(1, 2), None
 
@@ -130,21 +125,19 @@ class GPTNeoSelfAttention(gpt_neo.GPTNeoSelfAttention):
     def _attn(self, query: Tensor, key: Tensor, value: Tensor, attention_mask=None):
         is_local = self.attention_type == "local"
         lengths = query.shape[2], key.shape[2]
-        own = Visible(
+        visible = Visible(
             (self.config.window_size - 1 if is_local else None, 0), lengths[1] - lengths[0], lengths
         )
         bias = None
         if isinstance(attention_mask, Visible):
-            own = dataclasses.replace(attention_mask, band=own.band)
+            visible = dataclasses.replace(attention_mask, band=visible.band)
         elif attention_mask is not None and attention_mask.dtype == torch.bool:
-            own = dataclasses.replace(own, mask=attention_mask)
+            visible = dataclasses.replace(visible, mask=attention_mask)
         else:
             bias = attention_mask
+        dropout = self.attn_dropout.p if self.training else 0.0
         out, _ = attention_forward(
-            *(self, query, key, value, own),
-            dropout=self.attn_dropout.p if self.training else 0.0,
-            scaling=1.0,
-            position_bias=bias,
+            self, query, key, value, visible, dropout=dropout, scaling=1.0, position_bias=bias
         )
         return out.transpose(1, 2), None
 
@@ -166,12 +159,17 @@ class Data2VecVisionSelfAttention(data2vec.Data2VecVisionSelfAttention):
         bias = relative_position_bias
         if self.has_relative_position_bias:
             patch: Any = self.config.patch_size  # in these models a number
-            window = tuple(side // patch for side in resolution or ())
-            size = hidden_states.shape[1]
-            own = self.relative_position_bias(window, interpolate_pos_encoding, dim_size=size)
-            bias = own if bias is None else own + bias
+            window = tuple(size // patch for size in resolution or ())
+            table_bias = self.relative_position_bias(
+                window, interpolate_pos_encoding, dim_size=hidden_states.shape[1]
+            )
+            bias = table_bias if bias is None else table_bias + bias
         out, _ = attention_forward(
-            *(self, q, k, v, None),
+            self,
+            q,
+            key=k,
+            value=v,
+            attention_mask=None,
             dropout=self.dropout.p if self.training else 0.0,
             scaling=1 / math.sqrt(self.attention_head_size),
             is_causal=False,

@@ -71,7 +71,7 @@ def attention_forward(
     q, k, v = (_rows(x).transpose(1, 2) for x in (query, key, value))
     bias, starts = kwargs.pop("position_bias", None), None
     if is_sharded():
-        band = _band(module, is_causal, sliding_window)
+        band = _band(module, is_causal, sliding_window=sliding_window)
         features = LayerFeatures(scaling, softcap, s_aux, dropout, bool(deterministic), bias)
         refuse(kwargs, dict.fromkeys(BESIDE, PACKED))
         given_ids = kwargs.get("position_ids")
@@ -79,30 +79,30 @@ def attention_forward(
     visible: Visible | None = None
     band: Band = (None, None)
     if isinstance(attention_mask, Tensor) and attention_mask.dim() != 2:
-        visible = given(attention_mask, q, k)
+        visible = given(attention_mask, q, k=k)
         if visible is None:
             bias = attention_mask if bias is None else bias + attention_mask
     else:
         if isinstance(attention_mask, Visible):
-            _agree(attention_mask, q, k, sliding_window)
+            _agree(attention_mask, q, k=k, sliding_window=sliding_window)
             visible, band = attention_mask, attention_mask.band
         else:
-            band = _band(module, is_causal, sliding_window)
+            band = _band(module, is_causal, sliding_window=sliding_window)
             if attention_mask is not None:  # of a model that hands its padding down
-                visible = padded(attention_mask, band, q, k)
-        starts = starts_of(visible, kwargs, q, k)
+                visible = padded(attention_mask, band, q=q, k=k)
+        starts = starts_of(visible, kwargs, q=q, k=k)
     refuse(kwargs)
     features = LayerFeatures(
         scaling, softcap, s_aux, dropout, bool(deterministic), _of_scores(bias, q)
     )
     if starts is not None and bias is not None:
-        visible, starts = apart(starts, band, q, k), None
+        visible, starts = apart(starts, band, q=q, k=k), None
     if starts is not None:
-        kept = visible.kept if visible is not None and starts is visible.starts else None
-        return attend_packed(q, k, v, starts, band, features, kept), None
+        seqused_k = visible.seqused_k if visible is not None and starts is visible.starts else None
+        return attend_packed(q, k, v, starts, band, features, seqused_k), None
     if visible is not None:
-        return attend_visible(q, k, v, visible, features), None
-    return attend(q, k, v, band, features), None
+        return attend_visible(q, k, v=v, visible=visible, features=features), None
+    return attend(q, k, v=v, band=band, features=features), None
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -120,8 +120,8 @@ def refuse(kwargs: dict, reasons: dict[str, str] | None = None) -> None:
     for name, value in kwargs.items():
         if value is None or value is False or name in HARMLESS:
             continue
-        known = REASONS if reasons is None else REASONS | reasons
-        reason = known.get(name, f"it is unknown here, so it is not ignored; {ANOTHER}")
+        all_reasons = REASONS if reasons is None else REASONS | reasons
+        reason = all_reasons.get(name, f"it is unknown here, so it is not ignored; {ANOTHER}")
         raise NotImplementedError(f"{name}: {reason}")
 
 

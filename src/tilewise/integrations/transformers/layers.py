@@ -41,7 +41,7 @@ class LayerReport(NamedTuple):
 
     def __str__(self) -> str:
         alike = Counter((layer.kind, layer.attention, layer.reason) for layer in self.layers)
-        lines = [f"{n} {kind}: {what} ({why})" for (kind, what, why), n in alike.items()]
+        lines = [f"{n} {kind}: {by} ({reason})" for (kind, by, reason), n in alike.items()]
         return "\n".join(lines) or "no attention modules found"
 
 
@@ -55,7 +55,7 @@ def check_model(model: torch.nn.Module, is_ours: Callable[[str], bool]) -> Layer
         parents.append((name, module))
         above = [parent for _, parent in parents]
         if _is_attention(module):
-            layers.append(_layer(name, module, above, is_ours))
+            layers.append(_layer(name, module, above=above, is_ours=is_ours))
     return LayerReport(tuple(layers))
 
 
@@ -63,10 +63,10 @@ def _layer(name, module, above: list[torch.nn.Module], is_ours: Callable[[str], 
     kind = type(module).__name__
     configs = [parent.config for parent in above if hasattr(parent, "config")]
     loaded = getattr(configs[-1], "_attn_implementation", None) if configs else None
-    what = _served_by(module, above)
-    if loaded is not None and what in ("tilewise", "refused") and not is_ours(loaded):
+    attention = _served_by(module, above)
+    if loaded is not None and attention in ("tilewise", "refused") and not is_ours(loaded):
         return Layer(name, kind, loaded, f"loaded with attn_implementation={loaded!r}")
-    return Layer(name, kind, what, REASONS[what])
+    return Layer(name, kind, attention=attention, reason=REASONS[attention])
 
 
 def _is_attention(module: torch.nn.Module) -> bool:
@@ -87,7 +87,7 @@ def _is_called_so(module: torch.nn.Module) -> bool:
 def _asks_registry(kind: type) -> bool:
     from transformers import AttentionInterface
 
-    return any(isinstance(found, AttentionInterface) for found in _mentioned(kind))
+    return any(isinstance(thing, AttentionInterface) for thing in _mentioned(kind))
 
 
 def _served_by(module: torch.nn.Module, above: list[torch.nn.Module]) -> str:
@@ -103,8 +103,8 @@ def _served_by(module: torch.nn.Module, above: list[torch.nn.Module]) -> str:
 
 
 def _makes_masks(kind: type) -> bool:
-    found = (getattr(thing, "__module__", "") for thing in _mentioned(kind))
-    return any(module == "transformers.masking_utils" for module in found)
+    modules = (getattr(thing, "__module__", "") for thing in _mentioned(kind))
+    return any(module == "transformers.masking_utils" for module in modules)
 
 
 def _mentioned(kind: type) -> list:
@@ -126,12 +126,12 @@ def _functions(kind: type) -> Iterator[types.FunctionType]:
     for base in kind.__mro__:
         if base.__module__ == kind.__module__:
             waiting += [_plain(value) for value in vars(base).values()]
-    seen = set()
+    visited = set()
     while waiting:
         function = waiting.pop()
-        if not isinstance(function, types.FunctionType) or function in seen:
+        if not isinstance(function, types.FunctionType) or function in visited:
             continue
-        seen.add(function)
+        visited.add(function)
         yield function
         scope = function.__globals__
         called = [_plain(scope[name]) for name in _names_of(function.__code__) if name in scope]

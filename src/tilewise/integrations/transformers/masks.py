@@ -57,8 +57,13 @@ def visible_keys(
         positions = kwargs["cache_position"]
         q_length, q_offset, device = positions.shape[0], positions[0], positions.device
     request = MaskRequest(
-        *(mask_function, batch_size, (q_length, kv_length), (q_offset, kv_offset)),
-        *(attention_mask, local_size, device),
+        mask_function,
+        batch_size,
+        lengths=(q_length, kv_length),
+        offsets=(q_offset, kv_offset),
+        padding=attention_mask,
+        local_size=local_size,
+        device=device,
         is_causal="allow_is_bidirectional_skip" not in kwargs,  # a bidirectional mask's alone
         chunk=chunk_of(kwargs.get("config"), local_size),
         use_vmap=use_vmap,
@@ -67,16 +72,16 @@ def visible_keys(
         cache_position=kwargs.get("cache_position"),
     )
     has_chunks = request.chunk is not None
-    said = dict(local_size=None if has_chunks else local_size, has_chunks=has_chunks)
-    return dataclasses.replace(_visible(request), **said)
+    window = None if has_chunks else local_size
+    return dataclasses.replace(_visible(request), local_size=window, has_chunks=has_chunks)
 
 
 def _visible(request: MaskRequest) -> Visible:
-    found = _found(request)
-    if found is None:
+    visible = _found(request)
+    if visible is None:
         warn_slow(PAIRS)
         return pairs(request)
-    return found if isinstance(found, Visible) else _padded(request, found)
+    return visible if isinstance(visible, Visible) else _padded(request, visible)
 
 
 def _found(request: MaskRequest) -> Visible | Band | None:
@@ -106,18 +111,19 @@ def _probed(request: MaskRequest) -> Visible | Band | None:
     """What `request.predicate` is, found by evaluating it for some pairs."""
     is_whole = request.is_whole()
     predicate, batch, (q_length, kv_length), *_ = request
-    rest = (request.local_size, request.device)
+    size, device = request.local_size, request.device
     if is_whole and torch.compiler.is_compiling() and batch == 1:
-        return packed_of(predicate, batch, q_length, *rest, request.is_causal)
+        causal = request.is_causal
+        return packed_of(predicate, batch, q_length, size, device=device, is_causal=causal)
     q_start, kv_offset = int(request.offsets[0]), request.offsets[1]
     stop = kv_offset + kv_length
     if request.is_causal:
         stop = min(stop, q_start + q_length)
     queries, keys = range(q_start, q_start + q_length), range(kv_offset, stop)
-    band = band_of(predicate, queries, keys, batch, *rest, is_causal=request.is_causal)
+    band = band_of(predicate, queries, keys, batch, size, device, is_causal=request.is_causal)
     if band is not None or not is_whole:
         return band
-    return packed_of(predicate, batch, q_length, *rest, chunk=request.chunk)
+    return packed_of(predicate, batch, q_length, size, device=device, chunk=request.chunk)
 
 
 def _padded(request: MaskRequest, band: Band) -> Visible:
@@ -131,16 +137,16 @@ def _padded(request: MaskRequest, band: Band) -> Visible:
         return Visible(band, None, request.lengths, used=request.used())
     if torch.compiler.is_compiling():
         if request.padding is not None:
-            return beside(request, band, request.padding)
+            return beside(request, band, padding=request.padding)
         if request.is_on_device():
             return pairs(request)
     q_start, end = int(q_offset), kv_offset + kv_length
     # Slots of a static cache that are not written yet come after the last query.
     stop = min(end, q_start + q_length) if band[1] == 0 else end
-    runs = runs_of(request.padding, kv_offset, stop)
+    runs = runs_of(request.padding, kv_offset, stop=stop)
     if request.padding is not None and runs == HOLES:
         warn_slow(KEYS)
-        return beside(request, band, request.padding)
+        return beside(request, band, padding=request.padding)
     if runs is None and is_step:
         return Visible(band, None, request.lengths, used=request.used())
     if runs is None and stop < end:
@@ -156,8 +162,9 @@ def _spans(request: MaskRequest) -> tuple[Span, Keys]:
 
 def _fits_chunks(request: MaskRequest, chunk: int) -> bool:
     """Whether the predicate is that of the model's chunks; a compiled graph asserts it."""
-    padding = left_padding(request.padding, request.batch, request.device)
-    fits = is_chunked(request.predicate, chunk, padding, *_spans(request))
+    padding = left_padding(request.padding, request.batch, device=request.device)
+    queries, keys = _spans(request)
+    fits = is_chunked(request.predicate, chunk, padding=padding, queries=queries, keys=keys)
     if torch.compiler.is_compiling():
         assert_later(fits, NOT_CHUNKED)
         return True
@@ -167,15 +174,15 @@ def _fits_chunks(request: MaskRequest, chunk: int) -> bool:
 def _chunked(request: MaskRequest, chunk: int) -> Visible:
     """Chunks behind a cache or padding, and in a compiled graph."""
     queries, keys = _spans(request)
-    padding = left_padding(request.padding, request.batch, request.device)
-    starts = chunk_starts(chunk, padding, queries, keys)
+    padding = left_padding(request.padding, request.batch, device=request.device)
+    starts = chunk_starts(chunk, padding, queries=queries, keys=keys)
     chunked = Visible((None, 0), None, request.lengths, starts=starts, chunk=chunk)
     if request.padding is None:
         return chunked
     (kv_offset, kv_length), q_length = keys, request.lengths[0]
     diagonal = kv_length - 1 if q_length == 1 else int(request.offsets[0]) - kv_offset
     end = diagonal + q_length  # behind the last query's key
-    runs = runs_of(request.padding, kv_offset, kv_offset + end)
+    runs = runs_of(request.padding, kv_offset, stop=kv_offset + end)
     if q_length == 1 and runs != HOLES:
         return chunked
     stops = [] if runs is None else [stop for _, stop in runs]
@@ -184,6 +191,6 @@ def _chunked(request: MaskRequest, chunk: int) -> Visible:
         warn_slow(KEYS)
         return pairs(request)
     if is_late:
-        kept = kept_keys(starts[1], torch.tensor(stops, device=request.device), kv_length)
-        chunked = dataclasses.replace(chunked, kept=kept)
+        seqused_k = kept_keys(starts[1], torch.tensor(stops, device=request.device), kv_length)
+        chunked = dataclasses.replace(chunked, seqused_k=seqused_k)
     return dataclasses.replace(chunked, diagonal=diagonal, runs=runs)

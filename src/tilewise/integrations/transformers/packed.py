@@ -42,14 +42,14 @@ def starts_of(
     """
     of_q, of_k = (kwargs.get(name) for name in STARTS)
     if of_q is None and of_k is None:
-        found = _told_otherwise(visible, kwargs.get("position_ids"), q, k)
-        if found is None:
+        starts = _told_otherwise(visible, kwargs.get("position_ids"), q=q, k=k)
+        if starts is None:
             return None if visible is None else visible.starts
     else:
-        found = _told_by_lengths(visible, of_q, of_k, q)
+        starts = _told_by_lengths(visible, of_q, of_k=of_k, q=q)
     for name in (*STARTS, *BESIDE):
         kwargs.pop(name, None)
-    return found
+    return starts
 
 
 def _told_by_lengths(
@@ -58,14 +58,14 @@ def _told_by_lengths(
     if of_q is None or of_k is None:
         missing = STARTS[0] if of_q is None else STARTS[1]
         raise ArgumentError(f"{' and '.join(STARTS)} come together: {missing} is missing")
-    given = of_q, of_k
+    starts = of_q, of_k
     _check_one_row(visible, q.shape[0])
     if visible is not None and visible.mask is not None:
-        return _known_by_mask(visible, visible.mask, given)
+        return _known_by_mask(visible, visible.mask, starts_of_both=starts)
     if visible is not None and visible.chunk is not None:
-        return _chunked(visible, visible.chunk, given)
+        return _chunked(visible, visible.chunk, given=starts)
     if visible is not None and visible.begins is not None:
-        _agree(visible, visible.begins[0], given)
+        _agree(visible, visible.begins[0], given=starts)
     return of_q.to(q.device, torch.int32), of_k.to(q.device, torch.int32)
 
 
@@ -78,7 +78,7 @@ def _told_otherwise(
             return visible.starts
         # No value can be read in a compiled graph, so a window's mask need not have seen them.
         assert_later(~visible.begins[:, 1:].any(), UNTOLD)
-    return starts_by_positions(visible, position_ids, q, k)
+    return starts_by_positions(visible, position_ids, q=q, k=k)
 
 
 def _check_one_row(visible: Visible | None, batch: int) -> None:
@@ -94,12 +94,12 @@ def _check_one_row(visible: Visible | None, batch: int) -> None:
         )
 
 
-def _known_by_mask(visible: Visible, mask: Tensor, given: tuple[Tensor, Tensor]) -> None:
+def _known_by_mask(visible: Visible, mask: Tensor, starts_of_both: tuple[Tensor, Tensor]) -> None:
     """A stored mask hides the sequences from each other."""
     seqlen, kv_length = visible.lengths
     if seqlen != kv_length:
         raise NotImplementedError(f"cu_seq_lens_q and keys of an earlier call: {UNKNOWN}")
-    for starts in given:
+    for starts in starts_of_both:
         if any(starts is other for other in visible.agreed):
             continue
         begins = _begins_from(starts.to(mask.device), seqlen)
@@ -120,15 +120,15 @@ def _chunked(visible: Visible, chunk: int, given: tuple[Tensor, Tensor]) -> tupl
             f"cache and torch.compile; pad the batch instead, or {ANOTHER}"
         )
     begins = visible.begins
-    found = []
+    cuts = []
     for starts in given:
-        told = _begins_from(starts.to(begins.device), begins.shape[1])[None]
-        found.append(cut(told, chunk))
+        begins_of_lengths = _begins_from(starts.to(begins.device), begins.shape[1])[None]
+        cuts.append(cut(begins_of_lengths, chunk))
     alone = cut(torch.zeros_like(begins), chunk)
-    is_mask = torch.equal(begins, alone) or torch.equal(begins, found[0])
-    if not is_mask or not torch.equal(*found):
+    is_mask = torch.equal(begins, alone) or torch.equal(begins, cuts[0])
+    if not is_mask or not torch.equal(cuts[0], cuts[1]):
         raise ArgumentError(DISAGREE)
-    starts = starts_from(found[0])
+    starts = starts_from(cuts[0])
     return starts, starts
 
 
@@ -157,14 +157,14 @@ def _are_those_of(begins: Tensor, starts: Tensor) -> Tensor:
 
 def _begins_from(starts: Tensor, seqlen: int) -> Tensor:
     """bool (seqlen,): the places that `starts` names."""
-    told = torch.zeros(seqlen + 1, dtype=torch.bool, device=starts.device)
-    return told.index_fill(0, starts.long().clamp(0, seqlen), True)[:seqlen]
+    begins = torch.zeros(seqlen + 1, dtype=torch.bool, device=starts.device)
+    return begins.index_fill(0, starts.long().clamp(0, seqlen), True)[:seqlen]
 
 
 def apart(starts: tuple[Tensor, Tensor], band: Band, q: Tensor, k: Tensor) -> Visible:
     """Packed rows as a stored mask: what is added to scores counts keys through the row."""
     lengths = q.shape[1], k.shape[1]
-    is_shared = starts[0] is starts[1] or torch.equal(*starts)
+    is_shared = starts[0] is starts[1] or torch.equal(starts[0], starts[1])
     if lengths[0] != lengths[1] or not is_shared:
         raise NotImplementedError(
             "position_bias and packed sequences whose keys are not their queries: pad the batch "

@@ -37,8 +37,8 @@ def starts_by_positions(
         return None
     if position_ids.shape[1] != seqlen or position_ids.shape[0] not in (1, batch):
         return None
-    known = () if visible is None else visible.read
-    for ids, version, starts in known:
+    answers = () if visible is None else visible.position_ids
+    for ids, version, starts in answers:
         if ids is position_ids and version == version_of(position_ids):
             return starts
     restarts = (position_ids[:, 1:] == 0) | (position_ids[:, 1:] < position_ids[:, :-1])
@@ -58,7 +58,7 @@ def starts_by_positions(
         once = starts_from(begins.expand(batch, -1))
         starts = once, once
     if visible is not None:
-        visible.read.append((position_ids, version_of(position_ids), starts))
+        visible.position_ids.append((position_ids, version_of(position_ids), starts))
     return starts
 
 
@@ -90,9 +90,9 @@ def joined_by_mask(visible: Visible, mask: Tensor) -> Tensor:
     """Whether a query sees its own key and the one before in a stored mask."""
     count, diagonal = visible.lengths[0], visible.diagonal
     row = torch.arange(1, count, device=mask.device)
-    own = (row + (0 if diagonal is None else diagonal)).clamp(1, visible.lengths[1] - 1)
+    key = (row + (0 if diagonal is None else diagonal)).clamp(1, visible.lengths[1] - 1)
     row = row if mask.shape[2] > 1 else 0
-    return (mask[:, :, row, own] & mask[:, :, row, own - 1]).all(1)
+    return (mask[:, :, row, key] & mask[:, :, row, key - 1]).all(1)
 
 
 def _real(visible: Visible, batch: int) -> Tensor | None:

@@ -55,13 +55,13 @@ def attend_shards(
             _assert(mask.all(), NotImplementedError(PADDED))
         if band[0] is not None and band[1] != 0:
             raise NotImplementedError(f"a window on both sides {INSIDE} is not supported")
-        _check_positions(mask, position_ids, context.layout.positions)
-        return attend(q, k, v, band, features)
+        _check_positions(mask, position_ids, positions=context.layout.positions)
+        return attend(q, k, v=v, band=band, features=features)
 
 
 def _band_of(visible: Visible, of_layer: Band) -> Band:
     """The band of the whole sequence, of which a shard may be too short to show the window."""
-    stored = visible.mask, visible.runs, visible.used, visible.kept
+    stored = visible.mask, visible.runs, visible.used, visible.seqused_k
     if any(x is not None for x in stored):
         raise NotImplementedError(PADDED)
     if visible.chunk is not None or visible.has_chunks:
@@ -93,17 +93,17 @@ def _check_positions(
     """Where they reach the layer; their values are read once for all layers of a forward."""
     if position_ids is None or position_ids.dim() != 2:
         return
-    known = mask.read if isinstance(mask, Visible) else []
+    answers = mask.position_ids if isinstance(mask, Visible) else []
     if torch.compiler.is_compiling():  # no value can be read, and none is kept
-        known = []
-    if any(ids is position_ids and version == version_of(ids) for ids, version, _ in known):
+        answers = []
+    if any(ids is position_ids and version == version_of(ids) for ids, version, _ in answers):
         return
     if position_ids.shape[1] != positions.shape[0]:
         raise ArgumentError(PLACES)
     same = (position_ids == positions.to(position_ids.device)).all()
     _assert(same, ArgumentError(PLACES))
     if not torch.compiler.is_compiling():
-        known.append((position_ids, version_of(position_ids), None))
+        answers.append((position_ids, version_of(position_ids), None))
 
 
 def _assert(condition: Tensor, error: Exception) -> None:

@@ -35,7 +35,7 @@ GIVEN = (
 def beside(request: MaskRequest, band: Band, padding: Tensor) -> Visible:
     """A band, and which keys are padding: (batch, 1, 1, keys). Reads no value."""
     (q_length, kv_length), (q_offset, kv_offset) = request.lengths, request.offsets
-    mask = _real_keys(padding, kv_offset, kv_length)
+    mask = _real_keys(padding, kv_offset, length=kv_length)
     if request.is_step and band[1] == 0:
         return Visible(band, None, request.lengths, used=request.used(), mask=mask)
     if request.is_on_device() and torch.compiler.is_compiling():
@@ -52,11 +52,11 @@ def padded(padding: Tensor, band: Band, q: Tensor, k: Tensor) -> Visible:
     lengths = (q.shape[1], k.shape[1])
     diagonal = lengths[1] - lengths[0]
     compiling = torch.compiler.is_compiling()
-    runs = HOLES if compiling else runs_of(padding, 0, k.shape[1])
+    runs = HOLES if compiling else runs_of(padding, 0, stop=k.shape[1])
     if runs == HOLES:
         warn_slow(KEYS)
-        return Visible(band, diagonal, lengths, mask=_real_keys(padding, 0, k.shape[1]))
-    return simplest(band, diagonal, lengths, runs, q.device)
+        return Visible(band, diagonal, lengths, mask=_real_keys(padding, 0, length=k.shape[1]))
+    return simplest(band, diagonal, lengths=lengths, runs=runs, device=q.device)
 
 
 def _real_keys(padding: Tensor, start: int, length: int) -> Tensor:

@@ -40,14 +40,14 @@ class Visible(NoTensor):
     begins: Tensor | None = None  # of packed sequences: bool (batch, seqlen), where they begin
     # The same as numbers, int32, over all rows, and the end: by queries and by keys.
     starts: tuple[Tensor, Tensor] | None = None  # None in a compiled graph
-    kept: Tensor | None = None  # int32, how many of each one's keys, if they begin as its queries
+    seqused_k: Tensor | None = None  # int32, keys of each sequence, if they begin as its queries
     chunk: int | None = None  # sequences are cut in pieces of so many tokens
     mask: Tensor | None = None  # bool, joins the band: (batch, 1, 1 or queries, keys)
     # What the model said, also where these keys are too few to show it
     local_size: int | None = None  # keys of a window, its own included
     has_chunks: bool = False
     agreed: list[Tensor] = dataclasses.field(default_factory=list)  # `cu_seq_lens` that say so, too
-    read: list[tuple] = dataclasses.field(default_factory=list)  # position ids, and what they say
+    position_ids: list[tuple] = dataclasses.field(default_factory=list)  # those read, and starts
     ndim = 4  # models ask a mask for it, and flatten or pad what has less
 
     def contiguous(self) -> Visible:  # so does `generate`
@@ -92,19 +92,19 @@ def band_of(
     exists = (k_idx >= keys.start) & (k_idx < keys.stop)
     k_idx = k_idx.clamp(keys.start, keys.stop - 1)
     b = torch.arange(batch, device=device).view(-1, 1, 1, 1)
-    seen = predicate(b, torch.zeros_like(b[:1]), q_idx[None, None], k_idx[None, None])
+    sees = predicate(b, torch.zeros_like(b[:1]), q_idx[None, None], k_idx[None, None])
 
     def fits(band: Band) -> Tensor:
-        left, right = (-1 if side is None else side for side in band)
+        left, right = (-1 if size is None else size for size in band)
         expected = ((o >= -left) | (left < 0)) & ((o <= right) | (right < 0))
         if begins is not None:
             number = begins.cumsum(1)
             expected = expected & (number[:, q_idx] == number[:, k_idx])[:, None]
-        return ((seen == expected) | ~exists).all()
+        return ((sees == expected) | ~exists).all()
 
     compiling = torch.compiler.is_compiling()
     if local_size == 0:
-        is_hidden = ~(seen & exists).any()
+        is_hidden = ~(sees & exists).any()
         if compiling:
             assert_later(is_hidden, NOT_ASSUMED)
         if compiling or is_hidden:
@@ -135,10 +135,10 @@ def packed_of(
     """
     place = torch.arange(seqlen, device=device)
     b = torch.arange(batch, device=device).view(batch, 1, 1, 1)
-    at = place.view(1, 1, seqlen, 1)
-    seen = predicate(b, torch.zeros_like(b[:1]), at, (at - 1).clamp(min=0))
-    seen = seen.broadcast_to(batch, 1, seqlen, 1)
-    begins = ~seen.reshape(batch, seqlen) | (place == 0)
+    q_idx = place.view(1, 1, seqlen, 1)
+    sees = predicate(b, torch.zeros_like(b[:1]), q_idx, (q_idx - 1).clamp(min=0))
+    sees = sees.broadcast_to(batch, 1, seqlen, 1)
+    begins = ~sees.reshape(batch, seqlen) | (place == 0)
     rows = range(seqlen)
     band = band_of(predicate, rows, rows, batch, local_size, device, begins, is_causal)
     if band is None:

@@ -15,8 +15,10 @@ from ...mods.derivative import by_loads
 from ...mods.flatten import take_apart
 from ...problem import Extras, Grads, Problem, Saved, Scalars
 from ..common.outputs import empty_grads, empty_out
-from . import blockwise, flash, fp8, packed
-from .dense import Target, make_dense
+from ..common.quantized import Lengths, Quantized
+from . import blockwise, flash, packed
+from .dense import Target, make_dense, rows_of
+from .quantize import dequantize
 
 Tensor = torch.Tensor
 NAME = "cpu"
@@ -34,7 +36,7 @@ def supports(problem: Problem, device: torch.device) -> str | None:
 
 def prepare(problem: Problem, scalars: Scalars, q: Tensor, k: Tensor) -> Callable:
     """The forward for tensors of these shapes: (q, k, v, extras) -> (out, lse)."""
-    is_causal = None if problem.is_packed else flash.whole_mask(problem, q, k, scalars)
+    is_causal = None if problem.is_packed else flash.whole_mask(problem, q, k=k, scalars=scalars)
     if is_causal is not None:
         return flash.whole(is_causal, scalars.scale)
     return functools.partial(forward, problem, scalars=scalars)
@@ -46,8 +48,18 @@ def supports_fp8(problem: Problem, device: torch.device, out_dtype: torch.dtype)
 
 
 def prepare_fp8(problem: Problem, scalars: Scalars, out_dtype: torch.dtype) -> Callable:
-    """The forward: (quantized, extras) -> (out, lse)."""
-    return fp8.prepare(forward, problem, scalars, out_dtype)
+    """The forward: (quantized, extras) -> (out, lse). It dequantises and computes in fp32; q and k
+    stay rotated, which leaves their products as they are.
+    """
+    exact = problem._replace(dtype=torch.float32)
+
+    def forward_fp8(quantized: Quantized, extras: Extras) -> tuple[Tensor, Tensor]:
+        lengths = Lengths._make(getattr(extras, name) for name in Lengths._fields)
+        q, k, v = dequantize(quantized, lengths)
+        out, lse = forward(exact, q, k=k, v=v, extras=extras, scalars=scalars)
+        return out.to(out_dtype), lse
+
+    return forward_fp8
 
 
 def prepare_backward(problem: Problem, scalars: Scalars) -> Callable[..., Grads]:
@@ -66,21 +78,21 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """`out` and `lse`; `first` is the number of the first row of the batch."""
     if problem.is_packed:
-        return packed.forward(forward, problem, q, k, v, extras, scalars)
-    is_causal = flash.whole_mask(problem, q, k, scalars)
+        return packed.forward(forward, problem, q=q, k=k, v=v, extras=extras, scalars=scalars)
+    is_causal = flash.whole_mask(problem, q, k=k, scalars=scalars)
     if is_causal is not None:
         return flash.whole(is_causal, scalars.scale)(q, k, v, extras)
     out, lse = empty_out(problem, q)
-    for row, used in _batch_rows(q, k, extras.seqused_k):
-        inputs = q[row], k[row, :used], v[row, :used]
-        at = first + (row.start or 0)
-        dense = make_dense(problem, *inputs, _of_row(extras, row), scalars, at)
+    for row, used in _batch_rows(q, k, seqused_k=extras.seqused_k):
+        dense = make_dense(
+            problem, q, k=k, v=v, extras=extras, scalars=scalars, row=row, used=used, first=first
+        )
         out_row, lse_row = out[row].transpose(1, 2), lse[row]
         if flash.serves(dense):
             for target, result in zip((out_row, lse_row), flash.forward(dense)):
                 target.copy_(result)
         else:
-            blockwise.forward(dense, out_row, lse_row)
+            blockwise.forward(dense, out_row, lse=lse_row)
     return out, lse
 
 
@@ -95,32 +107,38 @@ def backward(
     """Gradients of q, k, v and, where requested, sinks and bias; adds to those of the targets."""
     if problem.is_packed:
         of_one = functools.partial(backward, targets=targets)
-        return packed.backward(of_one, problem, saved, extras, scalars)
+        return packed.backward(of_one, problem, saved=saved, extras=extras, scalars=scalars)
     dout, dlse, q, k, v, out, lse = saved
     is_whole = dlse is None and not problem.has_fp32_key_grads  # which torch rounds there
-    is_causal = flash.whole_mask(problem, q, k, scalars) if is_whole else None
+    is_causal = flash.whole_mask(problem, q, k=k, scalars=scalars) if is_whole else None
     has_flash = dlse is None and not blockwise.is_large(lse)
     if has_flash and is_causal is not None:
-        found = flash.backward_whole(saved, is_causal, scalars.scale)
-        return Grads(*(_as_empty_like(x, grad) for x, grad in zip((q, k, v), found)), None)
-    grads = empty_grads(problem, q, k, v, extras)
+        parts = flash.backward_whole(saved, is_causal, scale=scalars.scale)
+        dq, dk, dv = (_as_empty_like(x, grad) for x, grad in zip((q, k, v), parts))
+        return Grads(dq, dk, dv=dv, dsinks=None)
+    grads = empty_grads(problem, q, k=k, v=v, extras=extras)
     dsinks = None if extras.sinks is None else lse.new_zeros(extras.sinks.shape)
     dbias = lse.new_zeros(extras.bias.shape) if problem.has_bias_grad else None
-    for row, used in _batch_rows(q, k, extras.seqused_k):
-        inputs = q[row], k[row, :used], v[row, :used]
-        at = first + (row.start or 0)
-        dense = make_dense(problem, *inputs, _of_row(extras, row), scalars, at, targets)
+    for row, used in _batch_rows(q, k, seqused_k=extras.seqused_k):
+        dense = make_dense(problem, q, k, v, extras, scalars, row, used, first, targets)
         grads.dk[row, used:].zero_(), grads.dv[row, used:].zero_()
-        filled = grads.dq[row], grads.dk[row, :used], grads.dv[row, :used]
-        parts = Grads(*(x.transpose(1, 2) for x in filled), dsinks, _rows_of(dbias, row))
-        given = dout[row].transpose(1, 2), out[row].transpose(1, 2), lse[row]
+        of_rows = Grads(
+            dq=grads.dq[row].transpose(1, 2),
+            dk=grads.dk[row, :used].transpose(1, 2),
+            dv=grads.dv[row, :used].transpose(1, 2),
+            dsinks=dsinks,
+            dbias=rows_of(dbias, row),
+        )
+        dout_rows, out_rows = dout[row].transpose(1, 2), out[row].transpose(1, 2)
         if has_flash and flash.serves(dense):
-            flash.backward(dense, *given, parts)
+            flash.backward(dense, dout_rows, out=out_rows, lse=lse[row], grads=of_rows)
         else:
-            blockwise.backward(dense, *given, None if dlse is None else dlse[row], parts)
-    for grad, found in ((grads.dsinks, dsinks), (grads.dbias, dbias)):
-        if found is not None:
-            grad.copy_(found)
+            dlse_rows = None if dlse is None else dlse[row]
+            blockwise.backward(dense, dout_rows, out_rows, lse[row], dlse=dlse_rows, grads=of_rows)
+    if dsinks is not None:
+        grads.dsinks.copy_(dsinks)
+    if dbias is not None:
+        grads.dbias.copy_(dbias)
     return grads
 
 
@@ -132,16 +150,16 @@ def captured_grads(
     if saved.q.dtype != exact:  # delta from a rounded O is not accurate enough
         dout, q, k, v = (x.to(exact) for x in (saved.dout, saved.q, saved.k, saved.v))
         problem = problem._replace(dtype=exact)
-        out, lse = forward(problem, q, k, v, extras, scalars)
-        saved = Saved(dout, saved.dlse, q, k, v, out, lse)
+        out, lse = forward(problem, q, k=k, v=v, extras=extras, scalars=scalars)
+        saved = Saved(dout, saved.dlse, q=q, k=k, v=v, out=out, lse=lse)
     tensors = take_apart(problem.mods, extras.captured).score
     grads = {i: torch.zeros_like(tensors[i], dtype=exact) for i in wanted}
     targets = tuple(
-        Target(load, slope, grads[load.value[0]])
+        Target(load, slope, grad=grads[load.value[0]])
         for load, slope in by_loads(problem.mods.score)
         if load.value[0] in grads
     )
-    backward(problem, saved, extras, scalars, targets=targets)
+    backward(problem, saved, extras=extras, scalars=scalars, targets=targets)
     return [grads[i].to(tensors[i].dtype) for i in wanted]
 
 
@@ -157,16 +175,3 @@ def _batch_rows(q: Tensor, k: Tensor, seqused_k: Tensor | None) -> list[tuple[sl
     if seqused_k is None:
         return [(slice(None), k.shape[1])]
     return [(slice(row, row + 1), used) for row, used in enumerate(seqused_k.tolist())]
-
-
-def _of_row(extras: Extras, row: slice) -> Extras:
-    """The extras of some rows of the batch."""
-    slopes = extras.alibi_slopes
-    if slopes is not None and slopes.dim() == 2:
-        slopes = slopes[row]
-    return extras._replace(alibi_slopes=slopes, seqused_k=None, bias=_rows_of(extras.bias, row))
-
-
-def _rows_of(bias: Tensor | None, row: slice) -> Tensor | None:
-    """The part of a bias, or of its gradient, for some rows of the batch."""
-    return bias if bias is None or bias.shape[0] == 1 else bias[row]

@@ -17,19 +17,16 @@ def append(new: Append) -> None:
     if k.numel() == 0 and v.numel() == 0:
         return
     sequence, position = None, None
-    if new.slots is None or new.rotary is not None or _are_by_sequence(new):
+    scales = new.k_descale, new.v_descale
+    are_by_sequence = any(scale is not None and scale.dim() == 2 for scale in scales)
+    if new.slots is None or new.rotary is not None or are_by_sequence:
         sequence, position = positions(new)
     if new.rotary is not None:
-        k = rotate(k, new.rotary, position.view(k.shape[:-2]))
+        k = rotate(k, new.rotary, positions=position.view(k.shape[:-2]))
     slots = new.slots
     if slots is None:
-        slots = _slots(new, sequence, position)
-    _write(new, k.flatten(0, -3), v.flatten(0, -3), slots.flatten(), sequence)
-
-
-def _are_by_sequence(new: Append) -> bool:
-    """Whether scales are (batch, nheads_k)."""
-    return any(x is not None and x.dim() == 2 for x in new[-2:])
+        slots = _slots(new, sequence, position=position)
+    _write(new, k.flatten(0, -3), v=v.flatten(0, -3), slots=slots.flatten(), sequence=sequence)
 
 
 def positions(new: Append) -> tuple[Tensor, Tensor]:
@@ -75,30 +72,30 @@ def _write(new: Append, k: Tensor, v: Tensor, slots: Tensor, sequence: Tensor | 
     is_kept = is_last & (slots >= 0) & (slots < num_pages * page_size)
     slots, order = slots[is_kept], order[is_kept]
     if len(slots):
-        at = slots // page_size, slots % page_size
+        slot = slots // page_size, slots % page_size
         rows = None if sequence is None else sequence[order]
         for cache, x, scale in (
             (new.k_cache, k[order], new.k_descale),
             (new.v_cache, v[order], new.v_descale),
         ):
             if cache.dtype != x.dtype:
-                x, cache = _quantized(x, scale, rows, at, cache.dtype), cache.view(torch.int8)
-            cache.index_put_(at, x)
+                x, cache = _quantized(x, scale, rows, slot, cache.dtype), cache.view(torch.int8)
+            cache.index_put_(slot, x)
 
 
 def _quantized(
     x: Tensor,
     scale: Tensor | None,
     sequence: Tensor | None,
-    at: tuple[Tensor, Tensor],
+    slot: tuple[Tensor, Tensor],
     dtype: torch.dtype,
 ) -> Tensor:
     """The bytes of rows; writes their scales where each row has its own."""
     if by_row(scale):
-        found = row_scales(x, dtype)
-        scale.index_put_(at, found)
-        scale = found
+        row_scale = row_scales(x, dtype)
+        scale.index_put_(slot, row_scale)
+        scale = row_scale
     elif scale is not None and scale.dim() == 2:
         scale = scale[sequence]
     scale = torch.ones((), device="cpu") if scale is None else scale
-    return quantize(x, scale.unsqueeze(-1), dtype).view(torch.int8)
+    return quantize(x, scale.unsqueeze(-1), dtype=dtype).view(torch.int8)

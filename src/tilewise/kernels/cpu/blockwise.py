@@ -27,9 +27,10 @@ from typing import NamedTuple
 import torch
 
 from ...problem import Grads
-from . import modify, tiles
+from . import modify
 from .dense import Dense, QueryRange, rows
-from .tiles import Chunk, Workspace, bias_and_mask, block_m, chunks, load, store
+from .modify import TileIndices
+from .tiles import Chunk, Workspace, bias_and_mask, block_m, chunks, key_blocks, load, store
 
 Tensor = torch.Tensor
 LARGE = 4096.0  # of an LSE in fp32 whose rounding is 2^-12, a relative error of P
@@ -52,10 +53,10 @@ def forward(dense: Dense, out: Tensor, lse: Tensor) -> None:
         queries, outs = x.by_group(dense.q), x.by_group(out)
         lses = x.by_group(lse.unsqueeze(-1))
         for r in rows(dense, block_m(dense)):
-            q = load(queries, r, lse.dtype) * dense.scale
-            block = _attend(dense, x, r, q, workspace)
-            store(outs, r, block.out)
-            store(lses, r, block.m_i + block.log_l)
+            q = load(queries, r, dtype=lse.dtype) * dense.scale
+            block = _attend(dense, x, r=r, q=q, workspace=workspace)
+            store(outs, r, tile=block.out)
+            store(lses, r, tile=block.m_i + block.log_l)
 
 
 def is_large(lse: Tensor) -> bool:
@@ -76,28 +77,55 @@ def _attend(dense: Dense, x: Chunk, r: QueryRange, q: Tensor, workspace: Workspa
         m_i = x.sinks.expand(-1, -1, nrows // x.group, -1).reshape(heads, nrows, 1)
         l_i = (m_i > -math.inf).to(q.dtype)
     acc_o = q.new_zeros(heads, nrows, x.v.shape[2])
-    for start in range(r.first, r.last, tiles.BLOCK_N):
-        stop = min(start + tiles.BLOCK_N, r.last)
-        s = workspace.matmul("s", q, x.k[:, start:stop].transpose(1, 2))
-        if dense.softcap:
-            s.div_(dense.softcap).tanh_().mul_(dense.softcap)
-        place = None
-        if dense.more is not None:
-            place = modify.place_of(dense, x, r, start, stop)
-            modify.apply_score_mod(s, dense, place)
-            modify.apply_bias_and_mask(s, dense, place)
-        bias_and_mask(s, dense, x, r, start, stop)
+    for keys in key_blocks(r):
+        s, indices, *_ = scores(dense, x, r=r, q=q, keys=keys, workspace=workspace)
         m_new = torch.maximum(m_i, s.amax(-1, keepdim=True))
         shift = m_new.masked_fill(m_new == -math.inf, 0)  # the row has seen no key yet
         p = s.sub_(shift).exp_()
         alpha = m_i.sub(shift).exp_()
         l_i = l_i * alpha + p.sum(-1, keepdim=True)
-        if place is not None:
-            p = modify.drop(p, dense, place)
-        acc_o.mul_(alpha).baddbmm_(p, x.v[:, start:stop])
+        if indices is not None:
+            p = modify.drop(p, indices)
+        acc_o.mul_(alpha).baddbmm_(p, x.v[:, keys])
         m_i = m_new
     acc_o.div_(l_i.masked_fill(l_i == 0, 1))
-    return Rows(acc_o, m_i, l_i.log())
+    return Rows(acc_o, m_i, log_l=l_i.log())
+
+
+class Scores(NamedTuple):
+    """The scores of one tile, and what their gradient needs."""
+
+    s: Tensor
+    indices: TileIndices | None  # of a call with modifiers
+    factors: list[Tensor]  # the derivative by Q K^T, as a product
+    slopes: list[Tensor]  # the derivatives by what the score function reads, at each target
+
+
+def scores(
+    dense: Dense,
+    x: Chunk,
+    r: QueryRange,
+    q: Tensor,
+    keys: slice,
+    workspace: Workspace,
+    has_grads: bool = False,
+) -> Scores:
+    """Scores of scaled queries (heads, group * rows, headdim) and a block of keys."""
+    s = workspace.matmul("s", q, x.k[:, keys].transpose(1, 2))
+    indices, factors, slopes = None, [], []
+    if dense.softcap:
+        s.div_(dense.softcap).tanh_()
+        if has_grads:
+            factors.append(1 - s * s)
+        s.mul_(dense.softcap)
+    if dense.modifiers is not None:
+        indices = modify.indices_of(dense, x, r=r, keys=keys)
+        if has_grads:
+            slopes = modify.slopes_of(s, indices)
+            factors = modify.derivative_of(s, indices) + factors
+        modify.apply(s, indices)
+    bias_and_mask(s, dense, x=x, r=r, keys=keys)
+    return Scores(s, indices, factors=factors, slopes=slopes)
 
 
 def backward(
@@ -118,26 +146,27 @@ def backward(
         dlses = None if dlse is None else x.by_group(dlse.unsqueeze(-1))
         dk, dv = (t.new_zeros(t.shape) for t in (x.k, x.v))
         for r in rows(dense, block_m(dense)):
-            q, do = load(queries, r, dtype) * dense.scale, load(douts, r, dtype)
-            out_rows, row_lse, log_l = load(outs, r, dtype), load(lses, r, dtype), None
+            q, do = load(queries, r, dtype=dtype) * dense.scale, load(douts, r, dtype=dtype)
+            out_rows, row_lse, log_l = load(outs, r, dtype=dtype), load(lses, r, dtype=dtype), None
             if has_large:
-                out_rows, row_lse, log_l = _attend(dense, x, r, q, workspace)
+                out_rows, row_lse, log_l = _attend(dense, x, r=r, q=q, workspace=workspace)
             delta = (do * out_rows).sum(-1, keepdim=True)
             if dlses is not None:
-                delta -= load(dlses, r, dtype)
+                delta -= load(dlses, r, dtype=dtype)
             row_lse = row_lse.masked_fill(row_lse == -math.inf, math.inf)  # P is 0 in such a row
-            block = Given(q, do, delta, row_lse, log_l)
+            block = QueryRows(q, do, delta=delta, lse=row_lse, log_l=log_l)
             targets = dk, dv, grads.dbias
-            store(dqs, r, _attend_backward(dense, x, r, block, targets, workspace))
+            dq = _attend_backward(dense, x, r=r, block=block, targets=targets, workspace=workspace)
+            store(dqs, r, tile=dq)
             if dense.sinks is not None:
-                _add_dsinks(grads.dsinks, x, r, block)
+                _add_dsinks(grads.dsinks, x, r=r, block=block)
         for grad, acc in ((grads.dk, dk), (grads.dv, dv)):
             target = grad[x.batch, x.heads]
             target.copy_(acc.view(target.shape))
 
 
-class Given(NamedTuple):
-    """What the backward of one block of queries is given, (heads, group * rows, ...)."""
+class QueryRows(NamedTuple):
+    """What the backward reads of one block of queries, (heads, group * rows, ...)."""
 
     q: Tensor  # scaled
     do: Tensor
@@ -150,57 +179,42 @@ def _attend_backward(
     dense: Dense,
     x: Chunk,
     r: QueryRange,
-    given: Given,
+    block: QueryRows,
     targets: tuple[Tensor, Tensor, Tensor | None],
     workspace: Workspace,
 ) -> Tensor:
     """dQ of one block of queries; adds its share to the targets, dk, dv and dbias."""
-    q, do, delta, lse, log_l = given
+    q, do, delta, lse, log_l = block
     dk, dv, dbias = targets
     dq = torch.zeros_like(q)
-    for start in range(r.first, r.last, tiles.BLOCK_N):
-        stop = min(start + tiles.BLOCK_N, r.last)
-        k, v = x.k[:, start:stop], x.v[:, start:stop]
-        s = workspace.matmul("s", q, k.transpose(1, 2))
-        slope = None
-        if dense.softcap:
-            tanh = s.div_(dense.softcap).tanh_()
-            slope = 1 - tanh * tanh
-            s.mul_(dense.softcap)
-        place, derivative, slopes = None, None, []
-        if dense.more is not None:
-            place = modify.place_of(dense, x, r, start, stop)
-            slopes = modify.slopes_of(s, dense, place)
-            derivative = modify.apply_score_mod(s, dense, place)
-            modify.apply_bias_and_mask(s, dense, place)
-        bias_and_mask(s, dense, x, r, start, stop)
-        s.sub_(lse)
+    for keys in key_blocks(r):
+        tile = scores(dense, x, r=r, q=q, keys=keys, workspace=workspace, has_grads=True)
+        s = tile.s.sub_(lse)
         p = (s if log_l is None else s.sub_(log_l)).exp_()
-        dp = workspace.matmul("dp", do, v.transpose(1, 2))
+        dp = workspace.matmul("dp", do, x.v[:, keys].transpose(1, 2))
         dropped = p
-        if place is not None:
-            dropped, dp = modify.drop(p, dense, place), modify.drop(dp, dense, place)
-        dv[:, start:stop].baddbmm_(dropped.transpose(1, 2), do)
+        if tile.indices is not None:
+            dropped, dp = modify.drop(p, tile.indices), modify.drop(dp, tile.indices)
+        dv[:, keys].baddbmm_(dropped.transpose(1, 2), do)
         ds = dp.sub_(delta).mul_(p)
         if dbias is not None:
-            modify.add_dbias(dbias, ds, dense, place)
-        if slopes:
-            modify.add_captured(ds, slopes, dense, place)
-        if derivative is not None:
-            ds.mul_(derivative)
-        if slope is not None:
-            ds.mul_(slope)
-        dk[:, start:stop].baddbmm_(ds.transpose(1, 2), q)
-        dq.baddbmm_(ds, k)
+            target = modify.of_bias(dbias, tile.indices)
+            target.add_(tile.indices.view(ds).sum_to_size(target.shape))
+        if tile.slopes:
+            modify.add_captured(ds, tile.slopes, tile=tile.indices)
+        for factor in tile.factors:
+            ds.mul_(factor)
+        dk[:, keys].baddbmm_(ds.transpose(1, 2), q)
+        dq.baddbmm_(ds, x.k[:, keys])
     return dq.mul_(dense.scale)
 
 
-def _add_dsinks(dsinks: Tensor, x: Chunk, r: QueryRange, given: Given) -> None:
+def _add_dsinks(dsinks: Tensor, x: Chunk, r: QueryRange, block: QueryRows) -> None:
     """The sink's P is exp(sink - LSE) and its dP is 0, so its dS is -P delta."""
     by_head = (x.sinks.shape[0], x.group, r.stop - r.start, 1)
-    s = x.sinks - given.lse.view(by_head)
-    if given.log_l is not None:
-        s = s - given.log_l.view(by_head)
-    ds = torch.exp(s) * given.delta.view(by_head)
+    s = x.sinks - block.lse.view(by_head)
+    if block.log_l is not None:
+        s = s - block.log_l.view(by_head)
+    ds = torch.exp(s) * block.delta.view(by_head)
     target = dsinks.unflatten(0, (-1, x.group))[x.heads]
     target.sub_(ds.sum((2, 3)).view(-1, *target.shape).sum(0))

@@ -44,9 +44,6 @@ class CachedSequence(NamedTuple):
     """One sequence of a call."""
 
     cached: Cached
-    row: int  # its number
-    length: int  # keys
-    first: int  # the first key that some query sees
     diagonal: int  # the position of its first query
     k: CacheRows
     v: CacheRows
@@ -96,8 +93,8 @@ def forward(cached: Cached, out: Tensor, lse: Tensor) -> None:
     for row, (length, queries, outs, lses) in enumerate(zip(lengths, *of_rows)):
         if queries.shape[0]:
             sequence = _sequence(cached, row, length, queries.shape[0], lse.dtype)
-            for tile in _tiles(sequence, queries, lse.dtype):
-                _store(sequence, tile, _attend(sequence, tile, memory), outs, lses)
+            for tile in _tiles(sequence, queries, dtype=lse.dtype):
+                _store(sequence, tile, state=_attend(sequence, tile, memory), outs=outs, lses=lses)
     if cu_seqlens_q is not None:  # rows of no sequence
         end = max(int(cu_seqlens_q[-1]), 0)
         lse[:, end:] = -math.inf
@@ -116,11 +113,13 @@ def _sequence(cached: Cached, row: int, length: int, seqlen_q: int, dtype) -> Ca
         slopes = slopes.to(dtype).view(nheads_k, group, 1, 1)
     if sinks is not None:
         sinks = sinks.to(dtype).view(nheads_k, group, 1)
-    k, v = (
-        CacheRows(x, cached.page_table, row, (first, length), dtype) for x in (cached.k, cached.v)
+    k = CacheRows(cached.k, cached.page_table, row=row, ends=(first, length), dtype=dtype)
+    v = CacheRows(cached.v, cached.page_table, row=row, ends=(first, length), dtype=dtype)
+    k_scale = _scale_of(cached.k_descale, row, length=length, dtype=dtype)
+    v_scale = _scale_of(cached.v_descale, row, length=length, dtype=dtype)
+    return CachedSequence(
+        cached, diagonal, k=k, v=v, slopes=slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale
     )
-    scales = [_scale_of(x, row, length, dtype) for x in (cached.k_descale, cached.v_descale)]
-    return CachedSequence(cached, row, length, first, diagonal, k, v, slopes, sinks, *scales)
 
 
 def _scale_of(scale: Tensor | None, row: int, length: int, dtype: torch.dtype) -> Tensor | None:
@@ -134,14 +133,14 @@ def _tiles(sequence: CachedSequence, queries: Tensor, dtype: torch.dtype) -> Ite
     """Tiles of queries (seqlen_q, nheads, headdim)."""
     seqlen_q, nheads, _ = queries.shape
     nheads_k, first = sequence.cached.k.shape[2], sequence.diagonal
-    spans = max(1, (sequence.length - sequence.first) // sequence.span)
+    spans = max(1, (sequence.k.last - sequence.k.first) // sequence.span)
     states = nheads * spans * sequence.cached.v.shape[3]
     tokens = max(1, min(SCORES // (nheads * sequence.span), STATES // states))
     by_group = queries.unflatten(1, (nheads_k, nheads // nheads_k)).permute(1, 2, 0, 3)
     for a in range(0, seqlen_q, tokens):
         b = min(a + tokens, seqlen_q)
         q = by_group[:, :, a:b].to(dtype).reshape(nheads_k, -1, queries.shape[2])
-        yield TokenTile(first + a, first + b, q)
+        yield TokenTile(first + a, first + b, q=q)
 
 
 def _store(
@@ -155,41 +154,41 @@ def _store(
     if sequence.v_scale is not None:
         out = out * sequence.v_scale
     rows = slice(tile.start - sequence.diagonal, tile.stop - sequence.diagonal)
-    for target, found in ((outs, out), (lses.unsqueeze(-1), lse.unsqueeze(-1))):
-        found = found.unflatten(1, (-1, tokens)).permute(2, 0, 1, 3)
-        target[rows].unflatten(1, found.shape[1:3]).copy_(found)
+    for target, x in ((outs, out), (lses.unsqueeze(-1), lse.unsqueeze(-1))):
+        x = x.unflatten(1, (-1, tokens)).permute(2, 0, 1, 3)
+        target[rows].unflatten(1, x.shape[1:3]).copy_(x)
 
 
 def _attend(sequence: CachedSequence, tile: TokenTile, memory: Memory) -> State:
     """The state of a tile after all keys."""
-    found = [_chunk(sequence, tile, chunk, memory) for chunk in _chunks(sequence, tile)]
-    if not found:
+    states = [_chunk(sequence, tile, chunk, memory) for chunk in _chunks(sequence, tile)]
+    if not states:
         return empty_state(tile.q.new_zeros(*tile.q.shape[:2], sequence.cached.v.shape[3]))
-    return _fold(State(*(torch.cat(x) for x in zip(*found))))
+    return _fold(State._make(map(torch.cat, zip(*states))))
 
 
 def _chunks(sequence: CachedSequence, tile: TokenTile) -> Iterator[Chunk]:
     """All keys that some query of a tile may see."""
     left, right = sequence.cached.scalars.left, sequence.cached.scalars.right
-    first = max(sequence.first, tile.start - left) if left >= 0 else sequence.first
-    last = min(sequence.length, tile.stop + right) if right >= 0 else sequence.length
+    first = max(sequence.k.first, tile.start - left) if left >= 0 else sequence.k.first
+    last = min(sequence.k.last, tile.stop + right) if right >= 0 else sequence.k.last
     scores = sequence.span * math.prod(tile.q.shape[:2])
     most = min(sequence.k.most, sequence.v.most) // sequence.span
     most = max(1, min(SCORES // scores, most))
-    spans = list(_spans(sequence, first, last))
+    spans = list(_spans(sequence, first, last=last))
     while spans:
         chunk = spans.pop(0)
         while chunk.n == sequence.span and chunk.spans < most and spans:
             if spans[0].n < sequence.span:
                 break
-            chunk = Chunk(chunk.first, spans.pop(0).last, chunk.spans + 1, 0)
+            chunk = Chunk(chunk.first, spans.pop(0).last, spans=chunk.spans + 1, skipped=0)
         yield chunk
 
 
 def _spans(sequence: CachedSequence, first: int, last: int) -> Iterator[Chunk]:
     """The spans that have some of keys [first, last), with no others."""
     size = sequence.cached.split_size
-    for piece in pieces(first, last, size):
+    for piece in pieces(first, last, split_size=size):
         start, stop = piece * size, min(last, (piece + 1) * size)
         skipped = max(0, first - start) // sequence.span
         for a in range(start + skipped * sequence.span, stop, sequence.span):
@@ -202,20 +201,20 @@ def _chunk(sequence: CachedSequence, tile: TokenTile, chunk: Chunk, memory: Memo
     shape = chunk.spans, *tile.q.shape[:2], chunk.n
     rows = sequence.k.load(chunk.first, chunk.last, memory)
     s = _scores(rows, tile, shape, cached.scalars.scale, sequence.k.heads_are_beside)
-    scale = _scales(sequence, cached.k_descale, chunk)
+    scale = _scales(sequence, cached.k_descale, chunk=chunk)
     scale = sequence.k_scale if scale is None else scale
     if scale is not None:
         s.mul_(scale)
-    _modify(s, sequence, tile, chunk)
+    _modify(s, sequence, tile=tile, chunk=chunk)
     m_i = s.amax(-1, keepdim=True)
     s.sub_(m_i.clamp_min(torch.finfo(s.dtype).min)).exp_()  # -inf: the row sees no key
-    l_i = _row_sums(s, chunk.skipped, sequence.span)
-    scale = _scales(sequence, cached.v_descale, chunk)
+    l_i = _row_sums(s, chunk.skipped, span=sequence.span)
+    scale = _scales(sequence, cached.v_descale, chunk=chunk)
     if scale is not None:
         s.mul_(scale)
     rows = sequence.v.load(chunk.first, chunk.last, memory)
-    acc_o = weighted_sums(s.view(-1, chunk.n), rows.matrix, _columns(rows, shape))
-    return State(m_i, l_i, acc_o.view(*shape[:3], -1))
+    acc_o = weighted_sums(s.view(-1, chunk.n), rows.matrix, columns=_columns(rows, shape))
+    return State(m_i, l_i, acc_o=acc_o.view(*shape[:3], -1))
 
 
 def _scores(
@@ -226,7 +225,7 @@ def _scores(
     few = FEW_KEYS if heads_are_beside and nrows == 1 and n % FEW_KEYS == 0 else n
     cut = spans * n // few, nheads_k, nrows, few
     q = tile.q.expand(cut[0], -1, -1, -1).reshape(-1, tile.q.shape[2])
-    s = dots(q, rows.matrix, _columns(rows, cut), scale)
+    s = dots(q, rows.matrix, columns=_columns(rows, cut), scale=scale)
     return s.view(spans, n // few, *cut[1:]).permute(0, 2, 3, 1, 4).reshape(shape)
 
 
@@ -248,9 +247,9 @@ def _scales(sequence: CachedSequence, scale: Tensor | None, chunk: Chunk) -> Ten
     """Scales of the rows of a chunk, (spans, nheads_k, 1, n), where each row has its own."""
     if scale is None or not by_row(scale):
         return None
-    found = gather(scale, sequence.cached.page_table, sequence.row, chunk.first, chunk.last)
-    found = found.to(sequence.k.dtype).unflatten(0, (chunk.spans, chunk.n))
-    return found.transpose(1, 2).unsqueeze(2)
+    rows = gather(scale, sequence.cached.page_table, sequence.k.row, chunk.first, chunk.last)
+    rows = rows.to(sequence.k.dtype).unflatten(0, (chunk.spans, chunk.n))
+    return rows.transpose(1, 2).unsqueeze(2)
 
 
 def _fold(state: State) -> State:
@@ -262,8 +261,8 @@ def _fold(state: State) -> State:
     columns = torch.arange(weights.numel(), dtype=torch.int32, device="cpu")
     columns = columns.view(spans, -1).T.contiguous()
     x = torch.cat((state.acc_o, state.l_i), -1).flatten(0, 2)
-    sums = weighted_sums(weights, x, columns).view(nheads_k, rows, -1)
-    return State(m_i, sums[..., -1:], sums[..., :-1])
+    sums = weighted_sums(weights, x, columns=columns).view(nheads_k, rows, -1)
+    return State(m_i, sums[..., -1:], acc_o=sums[..., :-1])
 
 
 def _modify(s: Tensor, sequence: CachedSequence, tile: TokenTile, chunk: Chunk) -> None:
@@ -288,6 +287,7 @@ def _modify(s: Tensor, sequence: CachedSequence, tile: TokenTile, chunk: Chunk) 
     if cached.mask:
         nheads_k, group = s.shape[1:3]
         h = torch.arange(nheads_k * group, device="cpu").view(nheads_k, group, 1, 1)
-        b = torch.tensor(sequence.row, device="cpu")
-        seen = evaluate(lookup(cached.mask), b, h, q_idx, k_idx, cached.extras.captured)
-        s.masked_fill_(~seen, -math.inf)
+        b = torch.tensor(sequence.k.row, device="cpu")
+        expr, tensors = lookup(cached.mask), cached.extras.captured
+        sees = evaluate(expr, b, h=h, q_idx=q_idx, k_idx=k_idx, tensors=tensors)
+        s.masked_fill_(~sees, -math.inf)

@@ -37,12 +37,12 @@ class Memory:
         """What the last call with this name has got, or longer."""
         numel = math.prod(shape)
         is_kept = numel * dtype.itemsize <= KEPT_BYTES
-        kept = _of_thread.__dict__ if is_kept else self.of_call
-        found = kept.get(name)
-        if found is None or found.dtype != dtype or found.numel() < numel:
+        buffers = _of_thread.__dict__ if is_kept else self.of_call
+        buffer = buffers.get(name)
+        if buffer is None or buffer.dtype != dtype or buffer.numel() < numel:
             with torch.inference_mode(False):  # else no later call outside of it could write there
-                found = kept[name] = torch.empty(numel, dtype=dtype, device="cpu")
-        return found[:numel].view(shape)
+                buffer = buffers[name] = torch.empty(numel, dtype=dtype, device="cpu")
+        return buffer[:numel].view(shape)
 
 
 class Rows(NamedTuple):
@@ -70,7 +70,7 @@ class CacheRows:
         if self.whole is not None:
             matrix, ids = self.whole
             return Rows(matrix, ids[first - self.first : last - self.first])
-        return self._copied(first, last, memory)
+        return self._copied(first, last, memory=memory)
 
     def _in_place(self) -> Rows:
         x, width = self.x, self.x.shape[3]
@@ -104,7 +104,7 @@ class CacheRows:
         if self.x.stride(2) > self.x.stride(1):  # one head behind the other
             self._copy(matrix.view(nheads_k, n, width).transpose(0, 1), first, last, memory)
             return Rows(matrix, ids.view(nheads_k, n).T)
-        self._copy(matrix.view(n, nheads_k, width), first, last, memory)
+        self._copy(matrix.view(n, nheads_k, width), first, last=last, memory=memory)
         return Rows(matrix, ids.view(n, nheads_k))
 
     def _copy(self, target: Tensor, first: int, last: int, memory: Memory) -> None:
@@ -114,8 +114,8 @@ class CacheRows:
         pages, skipped = self._pages(first, last)
         if len(pages) > FEW_PAGES and self.x[0].numel() < LARGE_PAGE:
             shape = len(pages), *self.x.shape[1:]
-            found = memory.take("pages", self.x.dtype, shape)
-            rows = torch.index_select(self.x, 0, pages, out=found).flatten(0, 1)
+            buffer = memory.take("pages", self.x.dtype, shape)
+            rows = torch.index_select(self.x, 0, pages, out=buffer).flatten(0, 1)
             target.copy_(rows[skipped : skipped + last - first])
             return
         page_size, start = self.x.shape[1], first - skipped

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from ...mods.expressions import Node
-from ...mods.flatten import take_apart
+from ...mods.flatten import Parts, take_apart
 from ...problem import NO_MODS, OPEN, Extras, Mods, Problem, Scalars
 
 Tensor = torch.Tensor
@@ -31,19 +31,17 @@ class Dense(NamedTuple):
     diagonal: int
     left: int
     right: int
-    more: More | None = None
+    modifiers: Modifiers | None = None
 
 
-class More(NamedTuple):
+class Modifiers(NamedTuple):
     """Inputs that depend on more than the distance between a query and a key."""
 
     first: int  # the index of the first row of the batch, or of a packed sequence
     mods: Mods
-    of_mask: tuple[Tensor, ...]  # captured tensors
-    of_score: tuple[Tensor, ...]
-    bias: Tensor | None  # of these rows of the batch
-    rng: Tensor | None
-    dropout_p: float
+    parts: Parts  # captured tensors
+    extras: Extras  # with the bias of these rows of the batch
+    scalars: Scalars
     targets: tuple[Target, ...] = ()
 
 
@@ -62,10 +60,18 @@ def make_dense(
     v: Tensor,
     extras: Extras,
     scalars: Scalars,
+    row: slice = slice(None),
+    used: int | None = None,
     first: int = 0,
     targets: tuple[Target, ...] = (),
 ) -> Dense:
-    """The call without `seqused_k`, its band reduced to the sides that hide something."""
+    """Some rows of the batch with their `used` keys, the band reduced to the sides that hide
+    something; `first` is the number of the call's first row.
+    """
+    q, k, v = q[row], k[row, :used], v[row, :used]
+    slopes = extras.alibi_slopes
+    if slopes is not None and slopes.dim() == 2:
+        slopes = slopes[row]
     seqlen_q, seqlen_k = q.shape[1], k.shape[1]
     diagonal = seqlen_k - seqlen_q if problem.align == "bottom_right" else 0
     left, right = scalars.left, scalars.right
@@ -73,15 +79,32 @@ def make_dense(
         left = OPEN
     if diagonal + right >= seqlen_k - 1:
         right = OPEN
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    slopes, sinks = extras.alibi_slopes, extras.sinks
-    more = None
+    modifiers = None
     if problem.mods != NO_MODS or problem.has_bias or problem.has_dropout:
         parts = take_apart(problem.mods, extras.captured)
-        tensors = parts.mask, parts.score, extras.bias, extras.dropout_rng
-        more = More(first, problem.mods, *tensors, scalars.dropout_p, targets)
-    band = diagonal, left, right, more
-    return Dense(q, k, v, slopes, sinks, scalars.scale, scalars.softcap, *band)
+        extras = extras._replace(bias=rows_of(extras.bias, row))
+        first += row.start or 0
+        modifiers = Modifiers(
+            first, problem.mods, parts=parts, extras=extras, scalars=scalars, targets=targets
+        )
+    return Dense(
+        q=q.transpose(1, 2),
+        k=k.transpose(1, 2),
+        v=v.transpose(1, 2),
+        alibi_slopes=slopes,
+        sinks=extras.sinks,
+        scale=scalars.scale,
+        softcap=scalars.softcap,
+        diagonal=diagonal,
+        left=left,
+        right=right,
+        modifiers=modifiers,
+    )
+
+
+def rows_of(bias: Tensor | None, row: slice) -> Tensor | None:
+    """The part of a bias, or of its gradient, for some rows of the batch."""
+    return bias if bias is None or bias.shape[0] == 1 else bias[row]
 
 
 class QueryRange(NamedTuple):
@@ -111,4 +134,6 @@ def rows(dense: Dense, block: int) -> Iterator[QueryRange]:
         if dense.right >= 0:
             last = min(seqlen_k, stop + dense.diagonal + dense.right)
             full_last = min(seqlen_k, start + dense.diagonal + dense.right + 1)
-        yield QueryRange(start, stop, first, last, full_first, full_last)
+        yield QueryRange(
+            start, stop, first=first, last=last, full_first=full_first, full_last=full_last
+        )

@@ -58,7 +58,7 @@ def serves(dense: Dense) -> bool:
         dense.left < 0
         and dense.softcap == 0
         and dense.alibi_slopes is None
-        and dense.more is None
+        and dense.modifiers is None
         and dense.q.numel() > 0
         and dense.k.numel() > 0
         and _forward is not None
@@ -95,7 +95,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tu
     is_short = k.shape[2] < VECTOR_LANES or (is_causal and q.shape[2] < VECTOR_LANES)
     # Of a row of NaN, or it happens to be 0. `count_nonzero` takes half as long as `all`
     if is_short and torch.count_nonzero(lse).item() < lse.numel():
-        return _exactly(q, k, v, is_causal, scale)
+        return _exactly(q, k, v=v, is_causal=is_causal, scale=scale)
     return out, lse
 
 
@@ -119,7 +119,7 @@ def _exactly(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float):
     out = q.new_empty(batch, seqlen_q, nheads, headdim).transpose(1, 2)
     lse = q.new_empty(batch, nheads, seqlen_q, dtype=torch.promote_types(q.dtype, torch.float32))
     right = 0 if is_causal else OPEN
-    blockwise.forward(Dense(q, k, v, None, None, scale, 0.0, 0, OPEN, right), out, lse)
+    blockwise.forward(Dense(q, k, v, None, None, scale, 0.0, 0, OPEN, right), out, lse=lse)
     return out, lse
 
 
@@ -127,8 +127,8 @@ def whole(is_causal: bool, scale: float) -> Callable:
     """The forward of one piece: (q, k, v, extras), (batch, seqlen, ...), to `out` and `lse`."""
 
     def forward(q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> tuple[Tensor, Tensor]:
-        inputs = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        out, lse = attend(*inputs, is_causal, scale)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        out, lse = attend(q, k, v=v, is_causal=is_causal, scale=scale)
         # torch's kernel gives (batch, seqlen, ...) memory, so that this copies lse alone
         return out.transpose(1, 2).contiguous(), lse.contiguous()
 
@@ -138,8 +138,9 @@ def whole(is_causal: bool, scale: float) -> Callable:
 def backward_whole(saved: Saved, is_causal: bool, scale: float) -> list[Tensor]:
     """dq, dk and dv of one piece, all (batch, seqlen, ...)."""
     dout, _, q, k, v, out, lse = saved
-    operands = [_with_rows(x.to(lse.dtype).transpose(1, 2)) for x in (dout, q, k, v, out)]
-    grads = _backward(*operands, lse, 0.0, is_causal, scale=scale)
+    operands = (_with_rows(x.to(lse.dtype).transpose(1, 2)) for x in (dout, q, k, v, out))
+    dout, q, k, v, out = operands
+    grads = _backward(dout, q, k, v, out, lse, 0.0, is_causal, scale=scale)
     return [grad.transpose(1, 2) for grad in grads]
 
 
@@ -147,12 +148,12 @@ def cut(dense: Dense) -> tuple[int, list[Piece]]:
     """How many rows at the top see no key, and the pieces that the others see."""
     seqlen_q, seqlen_k = dense.q.shape[2], dense.k.shape[2]
     if dense.right < 0:
-        return 0, [Piece(0, seqlen_k, False)]
+        return 0, [Piece(0, seqlen_k, is_causal=False)]
     last = dense.diagonal + dense.right  # the last key that row 0 sees
     hidden = max(0, -last)
     full = last + hidden
-    causal = Piece(full, min(seqlen_k, full + seqlen_q - hidden), True)
-    return hidden, [Piece(0, full, False), causal] if full else [causal]
+    causal = Piece(full, min(seqlen_k, full + seqlen_q - hidden), is_causal=True)
+    return hidden, [Piece(0, full, is_causal=False), causal] if full else [causal]
 
 
 def forward(dense: Dense) -> tuple[Tensor, Tensor]:
@@ -162,9 +163,10 @@ def forward(dense: Dense) -> tuple[Tensor, Tensor]:
     if _has_overlap(q):
         q = q.clone(memory_format=torch.contiguous_format)
     rows = q[:, :, hidden:] if hidden else q
-    out, lse = _attend(rows, k, v, pieces[0], dense.scale)
+    out, lse = _attend(rows, k, v=v, piece=pieces[0], scale=dense.scale)
     for piece in pieces[1:]:
-        out, lse = merge(out, lse, *_attend(rows, k, v, piece, dense.scale))
+        out_piece, lse_piece = _attend(rows, k, v=v, piece=piece, scale=dense.scale)
+        out, lse = merge(out, lse, out2=out_piece, lse2=lse_piece)
     if dense.v.shape[3] < out.shape[3]:
         out = out[..., : dense.v.shape[3]]
     sinks = None if dense.sinks is None else dense.sinks.to(lse.dtype).unsqueeze(1)
@@ -181,7 +183,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, piece: Piece, scale: float) -> tupl
     start, stop, is_causal = piece
     if stop - start < k.shape[2]:
         k, v = k[:, :, start:stop], v[:, :, start:stop]
-    return attend(q, k, v, is_causal, scale)
+    return attend(q, k, v=v, is_causal=is_causal, scale=scale)
 
 
 def merge(out1: Tensor, lse1: Tensor, out2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
@@ -211,13 +213,13 @@ def log_add(x: Tensor, y: Tensor) -> Tensor:
 
 def widen(dense: Dense) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v with zeros to the wider head dim, which change neither scores nor values."""
-    more = dense.v.shape[3] - dense.q.shape[3]
-    q, k = (_pad(x, more) for x in (dense.q, dense.k))
-    return q, k, _pad(dense.v, -more)
+    padding = dense.v.shape[3] - dense.q.shape[3]
+    q, k = (_pad(x, padding) for x in (dense.q, dense.k))
+    return q, k, _pad(dense.v, -padding)
 
 
-def _pad(x: Tensor, more: int) -> Tensor:
-    return F.pad(x, (0, more)) if more > 0 else x
+def _pad(x: Tensor, padding: int) -> Tensor:
+    return F.pad(x, (0, padding)) if padding > 0 else x
 
 
 def backward(dense: Dense, dout: Tensor, out: Tensor, lse: Tensor, grads: Grads) -> None:
@@ -225,27 +227,20 @@ def backward(dense: Dense, dout: Tensor, out: Tensor, lse: Tensor, grads: Grads)
     hidden, pieces = cut(dense)
     q, k, v = (_with_rows(x.to(lse.dtype)) for x in widen(dense))
     dout, out = (_with_rows(_pad(x.to(lse.dtype), q.shape[3] - x.shape[3])) for x in (dout, out))
-    given = dout, q, out, lse
     if hidden:
-        given = tuple(x[:, :, hidden:] for x in given)
+        dout, q, out, lse = (x[:, :, hidden:] for x in (dout, q, out, lse))
     if dense.sinks is not None:
-        grads.dsinks.sub_(_sink_gradient(dense.sinks, *given))
+        # dP of a sink is 0, and its P exp(sink - LSE): dS is -P * delta
+        p = torch.exp(dense.sinks.to(lse.dtype).unsqueeze(1) - lse)
+        grads.dsinks.sub_((p * (dout * out).sum(-1)).sum((0, 2)))
     dq_sum = None
-    seen = 0
     for start, stop, is_causal in pieces:
-        args = *given[:2], k[:, :, start:stop], v[:, :, start:stop], *given[2:], 0.0, is_causal
-        dq, dk, dv = _backward(*args, scale=dense.scale)
+        keys, values = k[:, :, start:stop], v[:, :, start:stop]
+        dq, dk, dv = _backward(dout, q, keys, values, out, lse, 0.0, is_causal, scale=dense.scale)
         dq_sum = dq if dq_sum is None else dq_sum + dq
         for grad, part in ((grads.dk, dk), (grads.dv, dv)):
             grad[:, :, start:stop].copy_(part[..., : grad.shape[3]])
-        seen = stop
     grads.dq[:, :, :hidden].zero_()
     grads.dq[:, :, hidden:].copy_(dq_sum[..., : grads.dq.shape[3]])
-    grads.dk[:, :, seen:].zero_()
-    grads.dv[:, :, seen:].zero_()
-
-
-def _sink_gradient(sinks: Tensor, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor) -> Tensor:
-    """P * delta of the sinks, where P is exp(sink - LSE); their dP is 0, so this is -dS."""
-    delta = (dout * out).sum(-1)
-    return (torch.exp(sinks.to(lse.dtype).unsqueeze(1) - lse) * delta).sum((0, 2))
+    for grad in (grads.dk, grads.dv):
+        grad[:, :, pieces[-1].stop :].zero_()

@@ -31,7 +31,7 @@ def backward(
 ) -> Grads:
     """Gradients of packed sequences, by `differentiate` of one."""
     dout, dlse, q, k, v, out, lse = saved
-    grads = empty_grads(problem, q, k, v, extras)
+    grads = empty_grads(problem, q, k=k, v=v, extras=extras)
     for grad in grads:
         if grad is not None:
             grad.zero_()
@@ -39,11 +39,16 @@ def backward(
     alone = as_one(problem)
     for i, (queries, keys, of_one) in enumerate(sequences(extras)):
         dlse_one = None if dlse is None else dlse[:, :, queries]
-        given = Saved(
-            *(dout[:, queries], dlse_one, q[:, queries], k[:, keys], v[:, keys]),
-            *(out[:, queries], lse[:, :, queries]),
+        saved_one = Saved(
+            dout=dout[:, queries],
+            dlse=dlse_one,
+            q=q[:, queries],
+            k=k[:, keys],
+            v=v[:, keys],
+            out=out[:, queries],
+            lse=lse[:, :, queries],
         )
-        parts = differentiate(alone, given, of_one, scalars, i)
+        parts = differentiate(alone, saved_one, of_one, scalars, i)
         for whole, part, rows in zip(grads, parts, (queries, keys, keys)):
             whole[:, rows].copy_(part)
         if dsinks is not None:
@@ -60,13 +65,13 @@ def as_one(problem: Problem) -> Problem:
 
 def sequences(extras: Extras) -> Iterator[tuple[slice, slice, Extras]]:
     """The used rows of each sequence in q and in k, and its extras."""
-    sides = (extras.cu_seqlens_q, extras.seqused_q), (extras.cu_seqlens_k, extras.seqused_k)
-    rows = [list(_used_rows(*side)) for side in sides]
-    slopes = extras.alibi_slopes
-    for i, (queries, keys) in enumerate(zip(*rows)):
-        own = slopes if slopes is None or slopes.dim() == 1 else slopes[i : i + 1]
-        given = dict(dropout_rng=extras.dropout_rng, captured=extras.captured)
-        yield queries, keys, Extras(own, extras.sinks, **given)
+    rows_q = _used_rows(extras.cu_seqlens_q, extras.seqused_q)
+    rows_k = _used_rows(extras.cu_seqlens_k, extras.seqused_k)
+    slopes, rng, captured = extras.alibi_slopes, extras.dropout_rng, extras.captured
+    for i, (queries, keys) in enumerate(zip(rows_q, rows_k)):
+        slopes_one = slopes if slopes is None or slopes.dim() == 1 else slopes[i : i + 1]
+        one = Extras(slopes_one, extras.sinks, dropout_rng=rng, captured=captured)
+        yield queries, keys, one
 
 
 def _used_rows(cu_seqlens: Tensor, used: Tensor | None) -> Iterator[slice]:

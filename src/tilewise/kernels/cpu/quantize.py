@@ -73,15 +73,15 @@ def rows_of(x: Tensor, starts: Tensor | None, used: Tensor | None) -> Rows:
     if starts is None:
         counts = row.new_full((batch,), seqlen) if used is None else used.long()
         is_used = None if used is None else row < counts.unsqueeze(1)
-        return Rows(batch, None, row, is_used, _by_sequence(counts))
+        return Rows(batch, None, position=row, is_used=is_used, used=_by_sequence(counts))
     starts, count = starts.long(), starts.shape[0] - 1
     sequence = torch.searchsorted(starts[1:], row, right=True).clamp(max=max(count - 1, 0))
     position = row - starts[sequence]
     counts = starts.diff() if used is None else used.long()
     if count == 0:
-        return Rows(0, sequence, position, None, _by_sequence(counts))
+        return Rows(0, sequence, position=position, is_used=None, used=_by_sequence(counts))
     is_used = (position < counts[sequence]).unsqueeze(0)
-    return Rows(count, sequence, position, is_used, _by_sequence(counts))
+    return Rows(count, sequence, position=position, is_used=is_used, used=_by_sequence(counts))
 
 
 def _by_sequence(counts: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ def turned(x: Tensor, rotary: Rotary, rows: Rows, keys: Rows | None = None) -> T
             position = position + before.unsqueeze(1)
         else:
             position = position + before[rows.sequence]
-    return turned_at(x, rotary, position)
+    return turned_at(x, rotary, positions=position)
 
 
 def quantize(
@@ -132,11 +132,11 @@ def quantize(
     rotary: Rotary | None = None,
 ) -> Quantized:
     """Quantizes 4-dimensional tensors; `scales` are those that are given, (batch, nheads_k)."""
-    of_q = rows_of(q, of.cu_seqlens_q, of.seqused_q)
-    of_k = rows_of(k, of.cu_seqlens_k, of.seqused_k)
+    of_q = rows_of(q, of.cu_seqlens_q, used=of.seqused_q)
+    of_k = rows_of(k, of.cu_seqlens_k, used=of.seqused_k)
     q, k, v = used_rows(q.float(), of_q), used_rows(k.float(), of_k), used_rows(v.float(), of_k)
     if rotary is not None:
-        q, k = turned(q, rotary, of_q, of_k), turned(k, rotary, of_k)
+        q, k = turned(q, rotary, rows=of_q, keys=of_k), turned(k, rotary, rows=of_k)
         q, k = used_rows(q, of_q), used_rows(k, of_k)  # a 0 may be -0 now
     if steps.rotate:
         q, k = rotate(q), rotate(k)
@@ -151,25 +151,29 @@ def quantize(
         k = used_rows(k - of_each(k_mean, of_k), of_k)
     if v_mean is not None:
         v = used_rows(v - of_each(v_mean, of_k), of_k)
-    group = q.shape[2] // k.shape[2]
-    sides = (q, of_q, some_q, group), (k, of_k, some_k, 1), (v, of_k, some_v, 1)
-    found = [given if given is not None else scale_of(*side) for given, side in zip(scales, sides)]
-    q8, k8, v8 = (
-        rounded(x, of_heads(scale, rows, heads)).contiguous()
-        for scale, (x, rows, _, heads) in zip(found, sides)
-    )
+    scale_q, scale_k, scale_v = scales
+    if scale_q is None:
+        scale_q = scale_of(q, of_q, some=some_q, group=q.shape[2] // k.shape[2])
+    if scale_k is None:
+        scale_k = scale_of(k, of_k, some=some_k, group=1)
+    if scale_v is None:
+        scale_v = scale_of(v, of_k, some=some_v, group=1)
+    q8 = rounded(q, of_heads(scale_q, of_q, group=q.shape[2] // k.shape[2])).contiguous()
+    k8 = rounded(k, of_heads(scale_k, of_k, group=1)).contiguous()
+    v8 = rounded(v, of_heads(scale_v, of_k, group=1)).contiguous()
     v_drift = None
     if v_mean is not None:
         if drifts:
-            v_drift = drift_of(v, of_k, of.cu_seqlens_k)
-        v_mean = with_loss(v_mean, v, v8, found[2], of_k, of.cu_seqlens_k)
-    v_t = transposed_values(v8, of.seqused_k, of.cu_seqlens_k)
-    return Quantized(q8, k8, v_t, Scales(*found), k_mean, v_mean, v_drift)
+            v_drift = drift_of(v, of_k, starts=of.cu_seqlens_k)
+        v_mean = with_loss(v_mean, v, codes=v8, scale=scale_v, rows=of_k, starts=of.cu_seqlens_k)
+    v_t = transposed_values(v8, of.seqused_k, cu_seqlens_k=of.cu_seqlens_k)
+    scales = Scales(scale_q, scale_k, v=scale_v)
+    return Quantized(q8, k8, v_t=v_t, scales=scales, k_mean=k_mean, v_mean=v_mean, v_drift=v_drift)
 
 
 def prepare_quantize(steps: Steps) -> Callable[..., Quantized]:
     """`quantize` (q, k, v, scales, of, rotary) of these steps."""
-    return lambda q, k, v, *rest: quantize(q, k, v, steps, *rest)
+    return lambda q, k, v, *inputs: quantize(q, k, v, steps, *inputs)
 
 
 def prepare_transposed() -> Callable[..., Tensor]:
@@ -179,13 +183,13 @@ def prepare_transposed() -> Callable[..., Tensor]:
 
 def dequantize(x: Quantized, of: Lengths) -> tuple[Tensor, Tensor, Tensor]:
     """What q, k and v stand for, in fp32: still rotated, k without its mean, v with it."""
-    of_q = rows_of(x.q, of.cu_seqlens_q, of.seqused_q)
-    of_k = rows_of(x.k, of.cu_seqlens_k, of.seqused_k)
+    of_q = rows_of(x.q, of.cu_seqlens_q, used=of.seqused_q)
+    of_k = rows_of(x.k, of.cu_seqlens_k, used=of.seqused_k)
     group = x.q.shape[2] // x.k.shape[2]
-    q = x.q.float() * of_heads(x.scales.q, of_q, group)
-    k = x.k.float() * of_heads(x.scales.k, of_k, 1)
-    v = natural_values(x.v_t, x.k.shape[1], of.cu_seqlens_k).float()
-    v = v * of_heads(x.scales.v, of_k, 1)
+    q = x.q.float() * of_heads(x.scales.q, of_q, group=group)
+    k = x.k.float() * of_heads(x.scales.k, of_k, group=1)
+    v = natural_values(x.v_t, x.k.shape[1], cu_seqlens_k=of.cu_seqlens_k).float()
+    v = v * of_heads(x.scales.v, of_k, group=1)
     return q, k, v if x.v_mean is None else v + of_each(x.v_mean, of_k)
 
 
@@ -213,10 +217,10 @@ def scale_of(x: Tensor, rows: Rows, some: Rows, group: int) -> Tensor:
     """(sequences, heads / group): takes the largest magnitude to the largest of e4m3; or, of a
     sequence of which only some rows were looked at, ROOM times theirs, unless another is larger.
     """
-    found = largest_of(x, rows, group)
-    near = largest_of(used_rows(x, some), rows, group)
-    is_near = (some.used < rows.used).flatten(1) & (found / ROOM <= near)
-    return torch.where(is_near, near / (LARGEST / ROOM), found / LARGEST).clamp(min=SMALLEST)
+    largest = largest_of(x, rows, group=group)
+    sampled = largest_of(used_rows(x, some), rows, group=group)
+    is_near = (some.used < rows.used).flatten(1) & (largest / ROOM <= sampled)
+    return torch.where(is_near, sampled / (LARGEST / ROOM), largest / LARGEST).clamp(min=SMALLEST)
 
 
 def largest_of(x: Tensor, rows: Rows, group: int) -> Tensor:
@@ -228,8 +232,8 @@ def largest_of(x: Tensor, rows: Rows, group: int) -> Tensor:
         return largest.amax((1, 3))
     largest = largest[0].amax(2)
     index = rows.sequence.unsqueeze(1).expand_as(largest)
-    found = largest.new_zeros(max(rows.count, 1), largest.shape[1])
-    return found.scatter_reduce(0, index, largest, "amax")[: rows.count]
+    result = largest.new_zeros(max(rows.count, 1), largest.shape[1])
+    return result.scatter_reduce(0, index, largest, "amax")[: rows.count]
 
 
 def rounded(x: Tensor, scale: Tensor) -> Tensor:
@@ -249,15 +253,15 @@ def with_loss(
     """
     if not rows.count or not v.shape[1]:
         return v_mean
-    scaled = v * of_heads(scale, rows, 1).reciprocal()
+    scaled = v * of_heads(scale, rows, group=1).reciprocal()
     lost = used_rows(scaled.clamp(-LARGEST, LARGEST) - codes.float(), rows).double()
-    blocks = _blocks_of(rows, v.shape[1], starts)
+    blocks = _blocks_of(rows, v.shape[1], starts=starts)
     sums = _sums_of(lost, blocks)
     squares = sums.square().sum(2)
     sizes = torch.where(blocks.keys > 0, squares / blocks.keys.clamp(min=1), torch.inf)
     index, none = blocks.sequence, lost.new_zeros(rows.count, v.shape[2])
-    each = index.unsqueeze(1).expand_as(sizes)
-    least = (none + torch.inf).scatter_reduce(0, each, sizes, "amin")
+    sequence = index.unsqueeze(1).expand_as(sizes)
+    least = (none + torch.inf).scatter_reduce(0, sequence, sizes, "amin")
     used = rows.used.flatten(1).clamp(min=1)
     of_all = (none.index_add(0, index, squares) / used).clamp(min=SMALLEST)
     share = (2 * least / of_all).clamp(max=1.0).unsqueeze(2)
@@ -279,14 +283,14 @@ def drift_of(v: Tensor, rows: Rows, starts: Tensor | None) -> Tensor:
     if not rows.count or not v.shape[1]:
         return v.new_zeros((), dtype=torch.float32)
     none = v.new_zeros(rows.count, *v.shape[2:], dtype=torch.float64)
-    blocks, x = _blocks_of(rows, v.shape[1], starts), v.double()
+    blocks, x = _blocks_of(rows, v.shape[1], starts=starts), v.double()
     sums = _sums_of(x, blocks)
     squares = none.index_add(0, blocks.sequence, _sums_of(x.square(), blocks))
     ends = sums.cumsum(0)  # of all sequences: differences are of one
     ends = torch.stack([ends - sums, ends])
-    each = blocks.sequence[:, None, None].expand_as(sums)
-    high = (none - torch.inf).scatter_reduce(0, each, ends.amax(0), "amax")
-    low = (none + torch.inf).scatter_reduce(0, each, ends.amin(0), "amin")
+    sequence = blocks.sequence[:, None, None].expand_as(sums)
+    high = (none - torch.inf).scatter_reduce(0, sequence, ends.amax(0), "amax")
+    low = (none + torch.inf).scatter_reduce(0, sequence, ends.amin(0), "amin")
     largest = (high - low).square()
     of_spread = largest / (squares / rows.used.clamp(min=1))
     weighted = torch.where(squares == 0, 0, of_spread * largest).sum(2)
@@ -311,8 +315,8 @@ def _sums_of(x: Tensor, blocks: _Blocks) -> Tensor:
 def _blocks_of(rows: Rows, seqlen: int, starts: Tensor | None) -> _Blocks:
     every, position = torch.arange(rows.count, device=rows.used.device), rows.position // COLUMNS
     if starts is None or rows.sequence is None:
-        each = columns_of(seqlen) // COLUMNS
-        first, count = each * every, each * rows.count
+        per_sequence = columns_of(seqlen) // COLUMNS
+        first, count = per_sequence * every, per_sequence * rows.count
         of_row = first.unsqueeze(1) + position
     else:
         first, count = starts[:-1].long() // COLUMNS + every, packed_columns(seqlen, rows.count)
@@ -322,7 +326,7 @@ def _blocks_of(rows: Rows, seqlen: int, starts: Tensor | None) -> _Blocks:
     sequence = torch.searchsorted(first, block, right=True) - 1
     before = COLUMNS * (block - first[sequence])
     keys = (rows.used.flatten()[sequence] - before).clamp(0, COLUMNS)
-    return _Blocks(of_row, sequence, keys.unsqueeze(1))
+    return _Blocks(of_row, sequence, keys=keys.unsqueeze(1))
 
 
 def of_each(x: Tensor, rows: Rows) -> Tensor:
@@ -349,34 +353,34 @@ def column_of(key: Tensor) -> Tensor:
 
 def columns(rows: Rows, starts: Tensor | None) -> Tensor:
     """The column of V^T of each row of k."""
-    found = column_of(rows.position)
+    column = column_of(rows.position)
     if starts is None or rows.sequence is None:
-        return found
-    return found + first_column(starts.long()[rows.sequence], rows.sequence)
+        return column
+    return column + first_column(starts.long()[rows.sequence], rows.sequence)
 
 
 def transposed_values(v: Tensor, seqused_k: Tensor | None, cu_seqlens_k: Tensor | None) -> Tensor:
     """V^T, (batch, nheads_k, headdim_v, columns), of e4m3 (batch, seqlen_k, nheads_k, headdim_v):
     0 where no key is in use.
     """
-    rows = rows_of(v, cu_seqlens_k, seqused_k)
+    rows = rows_of(v, cu_seqlens_k, used=seqused_k)
     if not rows.count:
         return empty_values(v, cu_seqlens_k).view(v.dtype)
     total = columns_of(v.shape[1])
     if rows.sequence is not None:
         total = packed_columns(v.shape[1], rows.count)
     bits = used_rows(v.view(torch.int8), rows)
-    at = columns(rows, cu_seqlens_k)
-    v_t = bits.new_zeros(v.shape[0], total, *v.shape[2:]).index_copy(1, at, bits)
+    column = columns(rows, cu_seqlens_k)
+    v_t = bits.new_zeros(v.shape[0], total, *v.shape[2:]).index_copy(1, column, bits)
     return v_t.permute(0, 2, 3, 1).contiguous().view(v.dtype)
 
 
 def natural_values(v_t: Tensor, seqlen_k: int, cu_seqlens_k: Tensor | None) -> Tensor:
     """The inverse, (batch, seqlen_k, nheads_k, headdim_v)."""
     like = v_t.new_empty(v_t.shape[0], seqlen_k)
-    rows = rows_of(like, cu_seqlens_k, None)
+    rows = rows_of(like, cu_seqlens_k, used=None)
     if not rows.count:
         return v_t.new_zeros(v_t.shape[0], seqlen_k, *v_t.shape[1:3])
-    at = columns(rows, cu_seqlens_k)
-    bits = v_t.view(torch.int8).index_select(3, at)
+    column = columns(rows, cu_seqlens_k)
+    bits = v_t.view(torch.int8).index_select(3, column)
     return bits.permute(0, 3, 1, 2).contiguous().view(v_t.dtype)

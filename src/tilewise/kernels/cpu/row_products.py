@@ -28,17 +28,20 @@ def dots(q: Tensor, x: Tensor, columns: Tensor, scale: float) -> Tensor:
         x = torch.nn.functional.pad(x, (0, 0, 0, n - len(x)))
     values = q.new_zeros(rows * n)  # beta = 0 does not hide NaN
     # Columns of a row are neither sorted nor distinct, which this product does not ask for
-    parts = _starts(columns), columns.view(-1), values
-    options = dict(size=(rows, len(x)), device="cpu", check_invariants=False)
-    pattern = torch.sparse_csr_tensor(*parts, **options)
+    starts, indices, size = _starts(columns), columns.view(-1), (rows, len(x))
+    pattern = torch.sparse_csr_tensor(
+        starts, indices, values, size=size, device="cpu", check_invariants=False
+    )
     torch.sparse.sampled_addmm(pattern, q, x.T, beta=0.0, alpha=scale, out=pattern)
     return values.view(rows, n)
 
 
 def weighted_sums(p: Tensor, x: Tensor, columns: Tensor) -> Tensor:
     """(rows, width) of p and columns, both (rows, n)."""
-    options = dict(per_sample_weights=p.view(-1), include_last_offset=True)
-    return torch.embedding_bag(x, columns.view(-1), _starts(columns), **options)[0]
+    weights = p.view(-1)
+    return torch.embedding_bag(
+        x, columns.view(-1), _starts(columns), per_sample_weights=weights, include_last_offset=True
+    )[0]
 
 
 def _starts(columns: Tensor) -> Tensor:
@@ -50,4 +53,4 @@ def _starts(columns: Tensor) -> Tensor:
 with warnings.catch_warnings():  # torch says once in a process that CSR is in beta
     warnings.simplefilter("ignore")
     _one = torch.zeros(1, 1, dtype=torch.float32, device="cpu")
-    dots(_one, _one, _one.int(), 1.0)
+    dots(_one, _one, columns=_one.int(), scale=1.0)

@@ -53,7 +53,7 @@ def chunks(dense: Dense, dtype: torch.dtype) -> Iterator[Chunk]:
     batches = max(1, TILE // (tile * nheads_k)) if heads == nheads_k else 1
     for b in range(0, batch, batches):
         for h in range(0, nheads_k, heads):
-            yield _chunk(dense, slice(b, b + batches), slice(h, h + heads), dtype)
+            yield _chunk(dense, slice(b, b + batches), heads=slice(h, h + heads), dtype=dtype)
 
 
 def _chunk(dense: Dense, batch: slice, heads: slice, dtype: torch.dtype) -> Chunk:
@@ -68,7 +68,7 @@ def _chunk(dense: Dense, batch: slice, heads: slice, dtype: torch.dtype) -> Chun
         .flatten(0, 1)[..., None, None]
         for x in (dense.alibi_slopes, dense.sinks)
     )
-    return Chunk(batch, heads, group, k, v, slopes, sinks)
+    return Chunk(batch, heads, group=group, k=k, v=v, slopes=slopes, sinks=sinks)
 
 
 def load(x: Tensor, r: QueryRange, dtype: torch.dtype) -> Tensor:
@@ -102,8 +102,15 @@ def positions(start: int, stop: int) -> Tensor:
     return torch.arange(start, stop, device="cpu")
 
 
-def bias_and_mask(s: Tensor, dense: Dense, x: Chunk, r: QueryRange, start: int, stop: int) -> None:
-    """Adds ALiBi to the scores of keys [start, stop), and hides those outside of the band."""
+def key_blocks(r: QueryRange) -> list[slice]:
+    """Blocks of the keys that a block of queries sees."""
+    starts = range(r.first, r.last, BLOCK_N)
+    return [slice(start, min(start + BLOCK_N, r.last)) for start in starts]
+
+
+def bias_and_mask(s: Tensor, dense: Dense, x: Chunk, r: QueryRange, keys: slice) -> None:
+    """Adds ALiBi to the scores of a block of keys, and hides those outside of the band."""
+    start, stop = keys.start, keys.stop
     s = s.view(s.shape[0], x.group, r.stop - r.start, stop - start)
     if x.slopes is not None:
         q_idx, k_idx = positions(r.start, r.stop), positions(start, stop)
@@ -119,7 +126,7 @@ def _hidden(dense: Dense, r: QueryRange, start: int, stop: int) -> Tensor:
     q_idx, k_idx = positions(r.start, r.stop).unsqueeze(1), positions(start, stop)
     hidden = torch.zeros(r.stop - r.start, stop - start, dtype=torch.bool, device="cpu")
     if dense.left >= 0:
-        hidden |= ~predicates.within_left(q_idx, k_idx, dense.diagonal, dense.left)
+        hidden |= ~predicates.within_left(q_idx, k_idx, diagonal=dense.diagonal, left=dense.left)
     if dense.right >= 0:
-        hidden |= ~predicates.within_right(q_idx, k_idx, dense.diagonal, dense.right)
+        hidden |= ~predicates.within_right(q_idx, k_idx, diagonal=dense.diagonal, right=dense.right)
     return hidden

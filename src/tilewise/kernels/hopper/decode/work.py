@@ -114,7 +114,7 @@ def open_part(found, share, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
     stop = gl.maximum(gl.minimum(seen + first + count, of_tile.stop), piece)
     return Work(
         *(PART, start, tile // tiles, found.batch, first_q, seqlen_q, seqlen_k),
-        *(piece, stop, seen, division.each, parts, found.rows, part),
+        *(piece, stop, seen, division.length, parts, found.rows, part),
         is_sliced(pieces, parts, seqlen_q, FEATURES, TILE.ROWS),
     )
 
