@@ -219,9 +219,7 @@ def _arguments(args: tuple, options: dict) -> FlashArguments:
 
 
 def _unused(query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The last results of torch's forward: the state of its random numbers, an unused one, and the
-    stored dropout mask.
-    """
+    """The last results of torch's forward: random state, an unused one, and a dropout mask."""
     state, unread = (query.new_empty(shape, dtype=torch.uint64) for shape in ((2,), ()))
     return state, unread, query.new_empty(0)
 

@@ -225,9 +225,7 @@ def _torchs(*args, **options) -> Tensor:
 
 
 def _is_sharded(query: Tensor) -> bool:
-    """Whether torch's context parallelism computes on this, which calls the flash operator for each
-    step of its ring.
-    """
+    """Whether torch's context parallelism has this, which calls the flash operator itself."""
     module = sys.modules.get("torch.distributed.tensor")
     if module is None or not isinstance(query, module.DTensor):
         return False

@@ -131,9 +131,7 @@ def _where(condition: Node, x: Node, y: Node) -> Node:
 
 
 class Term:
-    """A node, or a number, in a rule: operators give tidied nodes, and of a product the first is a
-    slope.
-    """
+    """A node or a number in a rule: operators tidy, and a slope is a product's first factor."""
 
     def __init__(self, value: Node | float) -> None:
         self.node = value if isinstance(value, Node) else _constant(value)

@@ -85,9 +85,7 @@ def modifiers_by(seen: Tensor) -> FlatMods:
 
 @gives_constant
 def _reads(along: tuple[bool, ...]) -> str:
-    """The name of the mask that is a bool tensor, read `along` those of its four dimensions that
-    are not shared.
-    """
+    """The name of a mask that reads a bool tensor `along` the dimensions that are not shared."""
     return _reading(along).key
 
 
@@ -192,9 +190,7 @@ def _check_load(name: str, load: Load, tensors: tuple[Tensor, ...], sizes: dict[
 
 
 def _check_blocks(names: Mods, captured: tuple[Tensor, ...], sizes: dict[str, int]) -> None:
-    """The lists of a block mask are of its block and of the shapes that are there; their values are
-    held to those in kernels.
-    """
+    """Checks the lists' block and shapes; kernels hold their values within the sequence."""
     check_block(names.block)
     if len(captured) < BLOCK_TENSORS:
         raise ArgumentError(

@@ -89,9 +89,7 @@ SCORE_FUNCTION = Dialect(
 
 
 class Tracer(TorchFunctionMode):
-    """Builds nodes and collects the tensors; while entered, it intercepts calls of torch
-    functions.
-    """
+    """Builds nodes and collects tensors; while entered, it intercepts torch functions."""
 
     def __init__(self, dialect: Dialect, tensors: tuple[Tensor, ...] = ()):
         super().__init__()

@@ -18,9 +18,7 @@ def modifiers(
     device: str | torch.device,
     learned: torch.Tensor | None = None,
 ) -> dict[str, Any]:
-    """The arguments of `attention` that modify scores; `learned` is what a score function reads
-    whose tensor wants a gradient.
-    """
+    """The arguments that modify scores; `learned` is a captured tensor that wants a gradient."""
     from ..sparse import create_block_mask
 
     arguments = {}

@@ -178,9 +178,7 @@ def _number(pattern: str, text: str) -> int:
 
 
 def _copies_apart(sass: str) -> int:
-    """TMA loads between the first branch behind a BSSY, where lanes may part, and the place where
-    they meet again.
-    """
+    """TMA loads where lanes may have parted: between a branch behind a BSSY and its end."""
     apart = 0
     for named in re.finditer(r"\bBSSY\b.*?`\((\.\w+)\)", sass):
         meeting = sass.index(f"\n{named[1]}:")

@@ -37,9 +37,7 @@ def lengths_of(
 
 
 def queries_of(q: Tensor, cu_seqlens_q: Tensor | None) -> list[Tensor]:
-    """The queries of each sequence, (seqlen_q, nheads, headdim), as views; any tensor that is laid
-    out as q.
-    """
+    """Views (seqlen_q, nheads, headdim) of each sequence of q, or of what is laid out so."""
     if cu_seqlens_q is None:
         return list(q.unbind(0))
     starts = [min(max(n, 0), q.shape[0]) for n in cu_seqlens_q.tolist()]

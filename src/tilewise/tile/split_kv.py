@@ -63,9 +63,7 @@ def fold(left: State, right: State) -> State:
 
 
 def finish(state: State, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """`out` and `lse` (..., rows) of rows that have seen all their keys. A sink, (..., rows, 1), is
-    one more key without a value.
-    """
+    """`out` and `lse` (..., rows); a sink, (..., rows, 1), is one more key without a value."""
     if sinks is not None:
         sink = State(sinks, (sinks > -math.inf).to(sinks.dtype), torch.zeros_like(state.acc_o))
         state = fold(state, sink)

@@ -191,9 +191,7 @@ def _open(path: Path, mode: str) -> IO[bytes]:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Generator[None]:
-    """One process at a time; the system takes the lock from one that dies. OSError where another
-    keeps it.
-    """
+    """One process at a time: the system unlocks for one that dies; OSError where it is taken."""
     with _open(path, "ab") as file:
         if sys.platform == "win32":
             import msvcrt

@@ -29,9 +29,7 @@ def left_padding(attention_mask: Tensor | None, batch: int, device) -> Tensor:
 
 
 def is_chunked(predicate, chunk: int, padding: Tensor, queries: Span, keys: Keys) -> Tensor:
-    """Whether `predicate` is that of these chunks: a bool tensor, from diagonals (of one query:
-    from all its keys).
-    """
+    """Whether `predicate` is that of these chunks, by diagonals (or one query's keys)."""
     (first, count), (first_key, key_count) = queries, keys
     device = padding.device
     q_idx = (torch.arange(count, device=device) + first)[:, None]

@@ -70,9 +70,7 @@ def _layer(name, module, above: list[torch.nn.Module], is_ours: Callable[[str], 
 
 
 def _is_attention(module: torch.nn.Module) -> bool:
-    """Whether it reads the registry, or has attention in its name and contains no other
-    attention.
-    """
+    """Whether it reads the registry, or is called attention and contains no other."""
     if _asks_registry(type(module)):
         return True
     inner = (child for child in module.modules() if child is not module)

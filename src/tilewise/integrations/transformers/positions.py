@@ -63,9 +63,7 @@ def starts_by_positions(
 
 
 def cut(begins: Tensor, chunk: int) -> Tensor:
-    """Where sequences begin that are cut in chunks: `begins` (batch, seqlen), and every `chunk`
-    tokens from there on.
-    """
+    """Where chunks begin: at `begins` (batch, seqlen), and every `chunk` tokens behind."""
     place = torch.arange(begins.shape[1], device=begins.device)
     begun = torch.where(begins, place, 0).cummax(1).values
     return begins | ((place - begun) % chunk == 0)

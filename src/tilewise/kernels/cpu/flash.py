@@ -107,9 +107,7 @@ def _has_overlap(q: Tensor) -> bool:
 
 
 def _with_rows(x: Tensor) -> Tensor:
-    """x with its last dimension contiguous, which torch's kernels take for granted: `F.pad` and
-    `to` may choose other strides.
-    """
+    """x with a contiguous last dimension, which torch's kernels need; `F.pad` may move it."""
     return x if x.stride(3) == 1 else x.contiguous()
 
 

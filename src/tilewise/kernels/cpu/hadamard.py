@@ -25,9 +25,7 @@ def signs(headdim: int, device: torch.device) -> Tensor:
 
 
 def block_of(headdim: int) -> int:
-    """The channels that are mixed: all of a power of two, else blocks of the largest power of two
-    that divides headdim.
-    """
+    """The channels that are mixed: the largest power of two that divides headdim."""
     return headdim & -headdim
 
 
