@@ -83,8 +83,7 @@ def attention_reference(
         >>> torch.allclose(out[:, 0], v[:, 0])                  # the first query attends to one key
         True
 
-    Shapes and the other arguments are those of `tilewise.attention`; any dtype that torch
-    multiplies.
+    Other arguments are those of `tilewise.attention`; any dtype that torch multiplies.
 
     Args:
         upcast: matrix products in fp32 (fp64 for fp64), as the softmax and lse always are. Without
@@ -264,7 +263,6 @@ def _attend(
     b = torch.arange(q.shape[0], device=q.device).view(-1, 1, 1, 1) + first_b
     h = torch.arange(q.shape[1], device=q.device).view(-1, 1, 1) + first_h
     indices = dict(q_idx=q_idx + first_q, k_idx=k_idx)
-
     s = scalars.scale * _matmul(q, k.transpose(2, 3)).to(exact)
     if scalars.softcap:
         s = scalars.softcap * torch.tanh(s / scalars.softcap)

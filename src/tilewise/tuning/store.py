@@ -127,7 +127,7 @@ def _row(row: Any) -> tuple[Key, Config] | None:
         return None
     if not _are(row["config"], (int, int, int, int, bool), least=4):
         return None
-    key, config = Key._make(row["key"]), Config._make(row["config"])
+    key, config = Key(*row["key"]), Config(*row["config"])
     return (key, config) if _is_known(key) and _can_launch(key, config) else None
 
 
