@@ -7,10 +7,10 @@ only by a commit that says what it adds and why; the others never.
 import pytest
 from helpers.counters import count
 
-AT_LEAST = {"arguments by keyword, percent": 7.2}
+AT_LEAST = {"arguments by keyword, percent": 9.4}
 AT_MOST = {
     # Sizes
-    "lines": 50_510,
+    "lines": 50_466,
     "files that name softcap": 59,
     "files that name sinks": 66,
     "files attention() imports": 66,
@@ -19,14 +19,14 @@ AT_MOST = {
     "records per 1,000 lines, host": 4.43,
     "records per 1,000 lines, device": 8.0,
     "records built at one place, host": 38,
-    "records built at one place, device": 76,
+    "records built at one place, device": 73,
     "launching classes": 16,
     "dispatchers": 1,
     "check files": 8,
     # Plain English
-    "calls with *x per 1,000 lines": 13.2,
-    "calls with a tuple's *": 51,
-    "vague locals": 719,
+    "calls with *x per 1,000 lines": 11.1,
+    "calls with a tuple's *": 36,
+    "vague locals": 479,
     "docstrings without a subject": 0,
     "files over 300 lines": 25,
     "functions over 120 lines": 1,
