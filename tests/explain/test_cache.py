@@ -74,7 +74,7 @@ def test_hopper_divides_tiles_among_its_programs():
     (one,) = found.launches
     assert one.launch.kernel == "hopper_decode_kernel" and one.launch.is_persistent
     assert (one.launch.block_m, one.launch.block_n) == (8, 64)
-    assert one.launch.tiles == 32 * 8 * 16 and one.waves.at_once == 132
+    assert one.launch.tiles == 32 * 8 * 16 and one.at_once == 132
     cut = found.pieces
     assert cut.slots == 16 * 32 * 32 and not cut.are_all_used
     assert found.moved.partials == 0  # of tiles that are whole; how many, lengths decide

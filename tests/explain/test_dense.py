@@ -53,7 +53,7 @@ def test_tiles_are_those_of_the_tables(triton):
     assert found.backend == "hopper"
     forward, backward = found.launches
     assert (forward.launch.block_m, forward.launch.block_n) == (128, 128)
-    assert forward.launch.tiles == 4 * 16 * 32 and forward.waves.waves == 2048 / 132
+    assert forward.launch.tiles == 4 * 16 * 32 and forward.waves == 2048 / 132
     assert backward.launch.kernel == "hopper_bwd_kernel"
     assert forward.built is None and forward.failed == "not asked"
     portable = explained(square("fwd+bwd", 4096, 64, True), backend="portable")
@@ -69,7 +69,7 @@ def test_the_compiler_is_asked(triton):
     assert not one.failed and one.built.registers > 32
     asked = one.built.registers, one.built.shared_memory, one.built.warps
     assert one.built.occupancy == occupancy("sm80", *asked)
-    assert one.waves.at_once == 108 * one.built.occupancy.programs
+    assert one.at_once == 108 * one.built.occupancy.programs
 
 
 @pytest.mark.parametrize(

@@ -25,19 +25,19 @@ SHAPE = square("fwd", 1024, 128, True, dtype=FP8)
 def test_where_products_run(target, backend, runs):
     found = explain_fp8(SHAPE, target, None)
     assert found.backend == backend
-    assert found.products.startswith("the products run in FP8") == runs
-    assert ("do not run in FP8" in found.products) != runs
+    assert found.how.startswith("the products run in FP8") == runs
+    assert ("do not run in FP8" in found.how) != runs
 
 
 def test_a_backend_that_refuses():
     found = explain_fp8(SHAPE, "sm80", None, backend="hopper")
-    assert found.backend == "" and found.products == ""
+    assert found.backend == "" and found.how == ""
     assert {x.backend: x.kind for x in found.answers}["hopper"] == "refuses"
 
 
 def test_a_forced_backend():
     found = explain_fp8(SHAPE, "sm90", None, backend="portable")
-    assert found.forced and found.products == products_of("portable", "sm90")
+    assert found.forced and found.how == products_of("portable", "sm90")
 
 
 def test_the_command():

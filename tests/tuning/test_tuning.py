@@ -248,7 +248,7 @@ def test_tune_says_where_nothing_can_be_written(folder, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     found = Found(KEY, MINE, 1.0, 2.0)
-    monkeypatch.setattr(workload, "sweep", lambda work, device: [found])
+    monkeypatch.setattr(workload, "sweep", lambda device, **options: [found])
     ran = CliRunner().invoke(tune, ["--headdim", "64"])
     assert ran.exit_code == 1
     assert str(folder / "a file") in ran.output and "TILEWISE_CACHE" in ran.output

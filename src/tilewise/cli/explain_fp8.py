@@ -7,7 +7,7 @@ from .explain_tables import show_answers
 
 def show(screen, found) -> None:
     """The backends, and a sentence."""
-    show_answers(screen, found, str(found.shape), found.products)
+    show_answers(screen, found, str(found.shape), found.how)
 
 
 def as_record(found) -> dict:
@@ -18,5 +18,5 @@ def as_record(found) -> dict:
         "card": found.card.name if found.card else None,
         "backend": found.backend,
         "answers": [answer._asdict() for answer in found.answers],
-        "products": found.products,
+        "products": found.how,
     }

@@ -24,8 +24,8 @@ def launch_column(one) -> list[str]:
             fits = f"{built.occupancy.programs}, {share}; no more {built.occupancy.limit}"
         spills = f"{built.spills} bytes a thread" if built.spills else "none"
         needs = [built.warps, built.registers, spills, f"{built.shared_memory:,} bytes", fits]
-    spread = f"{one.waves.waves:.2f} of {one.waves.at_once}"
-    busy = f"{100 * one.waves.tail:.0f} % of the SMs, over all waves"
+    spread = f"{one.waves:.2f} of {one.at_once}"
+    busy = f"{100 * one.tail:.0f} % of the SMs, over all waves"
     tile = f"{launch.block_m} queries x {launch.block_n} keys"
     programs = "one an SM, tile after tile" if launch.is_persistent else "one a tile"
     return [tile, launch.stages, *needs, f"{launch.tiles:,}", programs, spread, busy]
@@ -107,5 +107,6 @@ def launches_record(launches) -> list[dict]:
     for one in launches:
         built = one.built.record if one.built else None
         named = {name: x for name, x in one.launch._asdict().items() if name != "build"}
-        found.append({**named, "built": built, "failed": one.failed, **one.waves._asdict()})
+        spread = dict(at_once=one.at_once, waves=one.waves, tail=one.tail)
+        found.append({**named, "built": built, "failed": one.failed, **spread})
     return found

@@ -32,17 +32,18 @@ def tune(headdim: tuple[int, ...], dtype: str, seqlen: int, dry_run: bool, as_js
     if not torch.cuda.is_available():
         click.echo("tilewise tune: no CUDA or ROCm GPU here, so there is nothing to time", err=True)
         raise SystemExit(Exit.NO_GPU)
-    from ..explain.workload import Workload, sweep
+    from ..explain.workload import sweep
     from ..tuning.select import add_measured
 
     device = torch.device("cuda", torch.cuda.current_device())
-    works = [
-        Workload(d, getattr(torch, DTYPES[dtype]), is_causal, seqlen)
-        for d, is_causal in itertools.product(headdim, (False, True))
-    ]
+    calls = list(itertools.product(headdim, (False, True)))
+    common = dict(dtype=getattr(torch, DTYPES[dtype]), seqlen=seqlen)
     screen = console(as_json)
-    steps = track(works, "measuring", console=screen, disable=as_json)
-    found = [row for work in steps for row in sweep(work, device)]
+    found = [
+        row
+        for width, is_causal in track(calls, "measuring", console=screen, disable=as_json)
+        for row in sweep(device, headdim=width, is_causal=is_causal, **common)
+    ]
     if as_json:
         for row in found:
             click.echo(json.dumps({**row._asdict(), "key": row.key._asdict()}))

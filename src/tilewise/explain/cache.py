@@ -17,8 +17,8 @@ from ..kernels.common.cached import Cached, lse_shape
 from ..tile.paging import capacity
 from ..tile.split_kv import pieces
 from .cards import Card, Roof, cpu_roof
-from .dense import Answer, Launched, built_by, standing_in
-from .launches import Launch, launch_of, waves
+from .dense import Answer, Launched, built_by, chosen_of, standing_in
+from .launches import Launch, at_once, launch_of
 from .steps import INT32, Decode
 
 FP32 = 4  # bytes
@@ -92,15 +92,13 @@ def explain_cache(
     """Explains a step on a card, or on the CPU, where there is none."""
     cached = cached_of(of, split_size)
     answers = answers_of(cached, target)
-    chosen = backend or next((x.backend for x in answers if x.kind == "serves"), "")
-    if any(x.backend == chosen and x.kind == "refuses" for x in answers):
-        chosen = ""
+    chosen = chosen_of(answers, backend)
     in_pieces = why_in_pieces(chosen, cached)
     planned = planned_by(chosen, of, cached, target, card, in_pieces)
     launches = []
     for launch in planned.launches:
         built, failed = built_by(launch, target) if with_compiler else (None, "not asked")
-        launches.append(Launched(launch, built, failed, waves(launch, built, card)))
+        launches.append(Launched(launch, built, failed, at_once(launch, built, card)))
     cut = pieces_of(of, cached, planned)
     roof = card.roof(cached.q.itemsize * 8) if card is not None else cpu_roof(cached.q.dtype)
     return CacheExplanation(

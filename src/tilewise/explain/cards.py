@@ -11,8 +11,6 @@ from typing import NamedTuple
 
 import torch
 
-from ..hardware import REGISTERS, RESERVED, SHARED_MEMORY
-
 
 class Roof(NamedTuple):
     """TFLOP/s and TB/s, and where they are from."""
@@ -35,15 +33,6 @@ class Roof(NamedTuple):
         return max(flops / self.tflops, nbytes / self.bandwidth) / 1e9
 
 
-class Sm(NamedTuple):
-    """What one multiprocessor shares out among programs."""
-
-    warps: int
-    programs: int
-    shared_memory: int  # bytes, of which each program costs RESERVED more than it asks for
-    registers: int = REGISTERS
-
-
 class Card(NamedTuple):
     """A GPU by its short name."""
 
@@ -63,16 +52,8 @@ class Card(NamedTuple):
 
 
 # CUDA programming guide, technical specifications by compute capability
-SMS = {
-    target: Sm(warps, programs, SHARED_MEMORY[target] + RESERVED)
-    for target, warps, programs in (
-        ("sm80", 64, 32),
-        ("sm89", 48, 24),
-        ("sm90", 64, 32),
-        ("sm100", 64, 32),
-        ("sm120", 48, 24),
-    )
-}
+WARPS = {"sm80": 64, "sm89": 48, "sm90": 64, "sm100": 64, "sm120": 48}  # on one SM
+PROGRAMS = {"sm80": 32, "sm89": 24, "sm90": 32, "sm100": 32, "sm120": 24}
 # bf16 matmul of 8192^3 at its best (695 to 744 in several runs), and a plain read of 4 GiB
 _H200 = Roof(744.0, 4.42, "measured on an H200: matmul of 8192^3 in bf16, a plain read")
 CARDS = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -22,7 +23,7 @@ from ..ops.flops import visible_pairs
 from ..problem import OPEN
 from .call import Call, call_of
 from .cards import Card, Roof, cpu_roof
-from .launches import Built, Launch, Waves, built_of, launches_of, waves
+from .launches import Built, Launch, at_once, built_of, launches_of
 from .shapes import Shape
 from .traffic import PASSES, Moved, moved, visited_tiles
 
@@ -48,12 +49,22 @@ class Answer(NamedTuple):
 
 
 class Launched(NamedTuple):
-    """A launch; what the compiler made of it, or why it made nothing; and how it fills the card."""
+    """A launch; what the compiler made of it, or why it made nothing; and how it fills a card."""
 
     launch: Launch
     built: Built | None
     failed: str
-    waves: Waves
+    at_once: int  # programs
+
+    @property
+    def waves(self) -> float:
+        """Tiles over the programs that run at once."""
+        return self.launch.tiles / self.at_once
+
+    @property
+    def tail(self) -> float:
+        """The share of the card's time that SMs are busy."""
+        return self.waves / max(1, math.ceil(self.waves))
 
 
 class Work(NamedTuple):
@@ -92,7 +103,7 @@ class Explanation(NamedTuple):
     answers: list[Answer]
     launches: list[Launched]
     how: str  # on the CPU, or with few queries: in which way
-    work: Work
+    work: Work | None  # None: of 8 bits
 
 
 def explain(
@@ -110,14 +121,12 @@ def explain(
     few = shape if shape.lengths else shape._replace(batch=min(shape.batch, 2))
     call = call_of(few, deterministic)  # the rest of the batch brings more tiles, and no others
     answers = answers_of(call, target)
-    chosen = backend or next((x.backend for x in answers if x.kind == "serves"), "")
-    if any(x.backend == chosen and x.kind in ("avoidable", "refuses") for x in answers):
-        chosen = ""
+    chosen = chosen_of(answers, backend)
     launches = []
     for launch in launches_of(call, chosen, target, PASSES[shape.direction]):
         built, failed = built_by(launch, target) if with_compiler else (None, "not asked")
         launch = launch._replace(tiles=launch.tiles * shape.batch // few.batch)
-        launches.append(Launched(launch, built, failed, waves(launch, built, card)))
+        launches.append(Launched(launch, built, failed, at_once(launch, built, card)))
     how = way_of_cpu(shape, deterministic) if chosen == "cpu" else ""
     if backend is None and target != CPU:
         from ..kernels.portable import few_queries
@@ -141,6 +150,13 @@ def answers_of(call: Call, target: str) -> list[Answer]:
             reason_text = str(reason or dispatch.why_copied(name, problem, memory[0]))
             answers.append(Answer(name, reason_text, kind_of(reason)))
     return answers
+
+
+def chosen_of(answers: list[Answer], backend: str | None) -> str:
+    """The backend that is forced, or the first that serves; "" where it does not."""
+    chosen = backend or next((x.backend for x in answers if x.kind == "serves"), "")
+    is_refused = any(x.backend == chosen and x.kind in ("avoidable", "refuses") for x in answers)
+    return "" if is_refused else chosen
 
 
 def kind_of(reason: str | None) -> str:

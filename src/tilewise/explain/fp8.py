@@ -2,43 +2,36 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from .. import dispatch
 from ..problem import Problem
 from .call import call_of
 from .cards import Card
-from .dense import CPU, Answer, kind_of, standing_in
+from .dense import CPU, Answer, Explanation, chosen_of, kind_of, standing_in
 from .shapes import Shape
 
 DEQUANTISED = "the products do not run in FP8 there: q, k and v are dequantised"
 
 
-class ExplanationFp8(NamedTuple):
-    """The answers. `backend` is "" where nothing serves the call."""
-
-    shape: Shape
-    target: str
-    card: Card | None  # None: the CPU
-    backend: str
-    forced: bool
-    answers: list[Answer]
-    products: str  # of the backend, in words
-
-
 def explain_fp8(
     shape: Shape, target: str, card: Card | None, backend: str | None = None
-) -> ExplanationFp8:
+) -> Explanation:
     """Explains a forward of e4m3 tensors on a card, or on the CPU, where there is none."""
     few = shape if shape.lengths else shape._replace(batch=min(shape.batch, 2))
     answers = answers_of(call_of(few).problem, target)
-    chosen = backend or next((x.backend for x in answers if x.kind == "serves"), "")
-    if any(x.backend == chosen and x.kind in ("avoidable", "refuses") for x in answers):
-        chosen = ""
-    said = products_of(chosen, target) if chosen else ""
-    return ExplanationFp8(shape, target, card, chosen, backend is not None, answers, said)
+    chosen = chosen_of(answers, backend)
+    return Explanation(
+        shape=shape,
+        target=target,
+        card=card,
+        backend=chosen,
+        forced=backend is not None,
+        answers=answers,
+        launches=[],
+        how=products_of(chosen, target) if chosen else "",
+        work=None,
+    )
 
 
 def answers_of(problem: Problem, target: str) -> list[Answer]:

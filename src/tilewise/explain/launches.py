@@ -8,7 +8,6 @@ Of the backward the kernels are shown that do its matmuls.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -47,14 +46,6 @@ class Built(NamedTuple):
         """As JSON takes it."""
         fits = self.occupancy
         return {**self._asdict(), "occupancy": fits._asdict() if fits else None}
-
-
-class Waves(NamedTuple):
-    """How tiles spread over a card: `tail` is the share of its time that SMs are busy."""
-
-    at_once: int
-    waves: float
-    tail: float
 
 
 def launch_of(
@@ -97,16 +88,12 @@ def built_of(compiled: Any, target: str) -> Built:
     return Built(registers, spills, figures["smem"], figures["warps"], fits)
 
 
-def waves(launch: Launch, built: Built | None, card: Card | None) -> Waves:
-    """Tiles over the programs that run at once; one an SM where no compiler said more, one by one
-    without a card.
-    """
+def at_once(launch: Launch, built: Built | None, card: Card | None) -> int:
+    """Programs that run at once; one an SM where no compiler said more, one without a card."""
     per_sm = 1
     if built is not None and built.occupancy is not None and not launch.is_persistent:
         per_sm = max(1, built.occupancy.programs)
-    at_once = 1 if card is None else card.sms * per_sm
-    count = launch.tiles / at_once
-    return Waves(at_once, count, count / max(1, math.ceil(count)))
+    return 1 if card is None else card.sms * per_sm
 
 
 def portable_launches(call: Call, target: str, direction: str) -> list:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..hardware import RESERVED
-from .cards import SMS
+from ..hardware import REGISTERS, RESERVED, SHARED_MEMORY
+from .cards import PROGRAMS, WARPS
 
 REGISTERS_AT_ONCE = 256  # a warp's registers come in such pieces
 SHARED_AT_ONCE = 128
@@ -27,20 +27,19 @@ def occupancy(target: str, registers: int, shared_memory: int, warps: int) -> Oc
     >>> occupancy("sm90", registers=168, shared_memory=229912, warps=12)
     Occupancy(programs=1, warps=12, share=0.1875, limit='registers and shared memory')
     """
-    sm = SMS.get(target)
-    if sm is None:
+    if target not in WARPS:
         return None
     of_warp = _up(registers * LANES, REGISTERS_AT_ONCE)
     of_program = _up(shared_memory + RESERVED, SHARED_AT_ONCE)
     fits = {
-        "registers": sm.registers // max(1, of_warp) // warps,
-        "shared memory": sm.shared_memory // of_program,
-        "warps": sm.warps // warps,
-        "programs": sm.programs,
+        "registers": REGISTERS // max(1, of_warp) // warps,
+        "shared memory": (SHARED_MEMORY[target] + RESERVED) // of_program,
+        "warps": WARPS[target] // warps,
+        "programs": PROGRAMS[target],
     }
     programs = min(fits.values())
     limit = " and ".join(name for name, count in fits.items() if count == programs)
-    return Occupancy(programs, programs * warps, programs * warps / sm.warps, limit)
+    return Occupancy(programs, programs * warps, programs * warps / WARPS[target], limit)
 
 
 def _up(value: int, step: int) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 import triton
@@ -17,34 +16,25 @@ from ..kernels.portable.plan import Plan
 from ..problem import OPEN, Extras, Saved, Scalars, describe
 from ..tuning.search import Found, search
 
-
-class Workload(NamedTuple):
-    """What to tune for: a call's shape."""
-
-    headdim: int
-    dtype: torch.dtype
-    is_causal: bool
-    seqlen: int
-    tokens: int = 16384
-    hidden: int = 2048
+Tensor = torch.Tensor
+TOKENS, HIDDEN = 16384, 2048  # of a batch
 
 
-def sweep(work: Workload, device: torch.device) -> Iterator[Found]:
-    """The fastest configuration of each kernel for a workload."""
+def sweep(
+    device: torch.device, *, headdim: int, dtype: torch.dtype, is_causal: bool, seqlen: int
+) -> Iterator[Found]:
+    """The fastest configuration of each kernel for calls of this shape."""
+    shape = max(1, TOKENS // seqlen), seqlen, max(1, HIDDEN // headdim), headdim
+    q, k, v, dout = (torch.randn(shape, device=device, dtype=dtype) for _ in range(4))
     with on_device(device):
         triton.set_allocator(scratch)
-        yield from search(plans(work, device), features_of)
+        yield from search(plans(q, k, v, dout, is_causal), features_of)
 
 
-def plans(work: Workload, device: torch.device) -> Iterator[Plan]:
-    """The launches of one forward and one backward on random inputs."""
-    batch, nheads = max(1, work.tokens // work.seqlen), max(1, work.hidden // work.headdim)
-    shape = (batch, work.seqlen, nheads, work.headdim)
-    q, k, v, dout = (torch.randn(shape, device=device, dtype=work.dtype) for _ in range(4))
-    extras, scalars = (
-        Extras(),
-        Scalars(work.headdim**-0.5, 0.0, OPEN, 0 if work.is_causal else OPEN),
-    )
+def plans(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, is_causal: bool) -> Iterator[Plan]:
+    """The launches of one forward and one backward."""
+    extras = Extras()
+    scalars = Scalars(q.shape[-1] ** -0.5, 0.0, OPEN, 0 if is_causal else OPEN)
     problem = describe(q, k, v, extras, scalars, "bottom_right", False)
     out, lse = launch.forward(problem, q, k, v, extras, scalars)
     yield launch.plan_forward(problem, scalars, extras, q=q, k=k, v=v, out=out, lse=lse)
