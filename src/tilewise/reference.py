@@ -83,7 +83,7 @@ def attention_reference(
         >>> torch.allclose(out[:, 0], v[:, 0])                  # the first query attends to one key
         True
 
-    Other arguments are those of `tilewise.attention`; any dtype that torch multiplies.
+    The other arguments are those of `tilewise.attention`; any dtype that torch multiplies.
 
     Args:
         upcast: matrix products in fp32 (fp64 for fp64), as the softmax and lse always are. Without
