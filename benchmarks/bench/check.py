@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tilewise.explain.options import options_of
+from tilewise.explain.call import options_of
 from tilewise.explain.shapes import FP8, Shape
 from tilewise.testing import tolerance
 

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import torch
 
-from tilewise.explain.options import options_of
+from tilewise.explain.call import options_of
 from tilewise.explain.shapes import FP8, Shape
 from tilewise.frontend.quantize import quantize
 from tilewise.kernels.common.quantized import Lengths, Quantized

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from tilewise.explain.call import options_of, packing_of
 from tilewise.explain.modifiers import words_of
-from tilewise.explain.options import options_of, packing_of
 from tilewise.explain.shapes import FP8, Shape
 
 if TYPE_CHECKING:

@@ -1,21 +1,22 @@
-"""A shape as the backends see it: the Problem, and tensors whose memory is neither read nor
-written.
+"""A shape as the arguments of `attention`, and as the backends see it: the Problem, and tensors
+whose memory is neither read nor written.
 
 Only their metadata is read, which selects code and launch sizes: a call of any size is as cheap.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from ..frontend.scalars import band
 from ..mods.flatten import modifiers_of
 from ..problem import LONG_SEQLEN, Extras, Problem, Scalars, describe
-from .modifiers import BIASES
-from .options import options_of, packing_of
-from .shapes import Shape
+from .modifiers import BIASES, arguments_of
+from .shapes import FP8, Shape
 
 Tensor = torch.Tensor
 
@@ -29,6 +30,34 @@ class Call(NamedTuple):
     v: Tensor
     extras: Extras
     scalars: Scalars
+
+
+def options_of(shape: Shape, device: str) -> dict[str, Any]:
+    """What `attention` and `attention_reference` are called with; None where nothing is asked, and
+    no name of a modifier that is not.
+    """
+    return dict(
+        causal=shape.causal,
+        window=None if shape.window is None else (shape.window, 0),
+        softcap=shape.softcap or None,
+        alibi_slopes=_slopes(shape, device) if shape.alibi else None,
+        sinks=_sinks(shape, device) if shape.sinks else None,
+        **arguments_of(shape, device),
+    )
+
+
+def packing_of(shape: Shape, device: str) -> dict[str, Any]:
+    """Where packed sequences lie, by names that flash-attn and `attention` share; nothing for a
+    dense shape.
+    """
+    if not shape.lengths:
+        return {}
+    ends = torch.tensor(shape.sequences).cumsum(0)
+    starts = F.pad(ends, (1, 0)).to(device, torch.int32)
+    longest = max(shape.sequences)
+    return dict(
+        cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=longest, max_seqlen_k=longest
+    )
 
 
 def call_of(shape: Shape, deterministic: bool = False) -> Call:
@@ -80,3 +109,18 @@ def _tensors(shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
         torch.empty(*rows_k, shape.nheads_k, shape.headdim, dtype=dtype),
         torch.empty(*rows_k, shape.nheads_k, shape.headdim_v, dtype=dtype),
     )
+
+
+def _slopes(shape: Shape, device: str) -> Tensor:
+    """2^(-8 (i + 1) / nheads) for head i, as in ALiBi's paper (Press et al., arXiv 2108.12409)."""
+    heads = torch.arange(1, shape.nheads + 1, dtype=torch.float32, device=device)
+    return torch.exp2(-8 * heads / shape.nheads)
+
+
+def _sinks(shape: Shape, device: str) -> Tensor:
+    """Sinks about as heavy as all the keys of a query: one that is left out then shows."""
+    generator = torch.Generator(device=device).manual_seed(1)
+    normal = torch.randn(shape.nheads, device=device, generator=generator)
+    keys = shape.seqlen_k if shape.window is None else min(shape.window + 1, shape.seqlen_k)
+    wide = "float32" if shape.dtype == FP8 else shape.dtype
+    return (normal + math.log(keys)).to(getattr(torch, wide))

@@ -15,7 +15,7 @@ from benchmarks.bench.check import judge, make_inputs, results_of, truth
 from benchmarks.bench.providers import PROVIDERS, Provider, provider
 from benchmarks.bench.shapes import square
 from tilewise import attention_reference
-from tilewise.explain.options import options_of
+from tilewise.explain.call import options_of
 from tilewise.explain.shapes import Shape
 
 SMALL = square("fwd", 32, 16, True, dtype="float32", tokens=64, hidden=64)

@@ -23,8 +23,8 @@ from benchmarks.bench.providers import PROVIDERS, Provider, provider
 from benchmarks.bench.run import Outcome
 from tilewise import attention_reference, mods
 from tilewise.explain import modifiers
+from tilewise.explain.call import options_of
 from tilewise.explain.lengths import documents
-from tilewise.explain.options import options_of
 from tilewise.explain.shapes import Shape
 
 SIZES = dict(tokens=256, heads=(4, 2, 16))

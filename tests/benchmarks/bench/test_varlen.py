@@ -12,7 +12,7 @@ from benchmarks.bench.shapes import dense_of, packed
 from benchmarks.bench.standings import dense_rates, standings
 from benchmarks.bench.timer import Spread
 from tilewise import attention_reference
-from tilewise.explain.options import options_of, packing_of
+from tilewise.explain.call import options_of, packing_of
 from tilewise.explain.shapes import Shape
 
 SMALL = packed("fwd", "40,7,64,23", (4, 2, 16), True)
