@@ -8,7 +8,8 @@ from triton.runtime import jit
 
 import tilewise
 from tilewise import dispatch
-from tilewise.frontend import append_checks, cache_checks, checks, new_keys
+from tilewise.frontend import append as append_calls
+from tilewise.frontend import cache_checks, checks, new_keys
 from tilewise.frontend import kv_cache as kv_cache_calls
 from tilewise.kernels.common import append_step, decode_step
 from tilewise.kernels.portable import append_launch, decode_launch
@@ -75,7 +76,7 @@ def record(monkeypatch):
     monkeypatch.setattr(append, "interpreter_is_on", lambda: True)
     monkeypatch.setattr(decode_launch, "on_device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(calls, "is_read", lambda x: False)
-    for module in (cache_checks, append_checks, checks, kv_cache_calls, new_keys):
+    for module in (cache_checks, append_calls, checks, kv_cache_calls, new_keys):
         monkeypatch.setattr(module, "knows_values", lambda x: False)  # as on a GPU
     monkeypatch.setattr(calls, "UNGUARDED", frozenset())
     calls._entry.cache_clear()

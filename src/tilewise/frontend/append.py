@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Never
+from typing import Any, Never
 
 import torch
 
+from ..errors import ArgumentError, a_type
+from ..features import FLOATS
 from ..kernels.common.cached import Append
 from ..keywords import refuses_others, unexpected
 from ..ops import append as append_ops
 from ..ops.calls import find
 from ..ops.context_parallel import refuse_shards
 from ..tile.rotary import Rotary
-from .append_checks import check_append, check_places
-from .cache_checks import check_no_grad
+from .cache_checks import (
+    check_cache_dtypes,
+    check_descale,
+    check_no_grad,
+    check_query_dtype,
+    check_reach,
+)
+from .checks import check_starts, knows_values
+from .qkv import check_kind, check_tensor
 
 Tensor = torch.Tensor
 
@@ -99,3 +108,166 @@ def check_call(new: Append) -> None:
     check_no_grad(*zip(("k_cache", "v_cache", "k", "v"), new[:4]))
     check_no_grad(("k_descale", new.k_descale), ("v_descale", new.v_descale))
     check_places(new)
+
+
+def check_append(new: Append) -> None:
+    """Checks shapes, dtypes and devices, and that every new key has a slot."""
+    _check_rows(new)
+    k, batch = new.k, _batch(new)
+    if new.slots is None and new.seqused_k is None:
+        raise ArgumentError(
+            "seqused_k and slots are missing: pass seqused_k, the number of keys per sequence "
+            "that includes the new ones, or slots, the place of each new key"
+        )
+    if new.slots is not None:
+        check_tensor("slots", new.slots)
+        check_kind("slots", new.slots, k, (torch.int64,), "k")
+        if new.slots.shape != k.shape[:-2]:
+            raise ArgumentError(
+                f"slots has shape {tuple(new.slots.shape)}: it must be {tuple(k.shape[:-2])}, one "
+                "slot per new key"
+            )
+    for name, x, dims in (("page_table", new.page_table, 2), ("seqused_k", new.seqused_k, 1)):
+        if x is not None:
+            check_tensor(name, x)
+            check_kind(name, x, k, (torch.int32,), "k")
+            if x.dim() != dims or x.shape[0] != batch:
+                raise ArgumentError(
+                    f"{name} has shape {tuple(x.shape)}: with {batch} sequences it must be "
+                    f"({batch}{', pages)' if dims == 2 else ',)'}"
+                )
+    if new.slots is None and new.page_table is None and new.k_cache.shape[0] != batch:
+        raise ArgumentError(
+            f"k_cache has {new.k_cache.shape[0]} sequences and {batch} get new keys: they must be "
+            "equal, unless page_table or slots says where keys go"
+        )
+    if new.rotary is not None:
+        _check_rotary(new)
+    _check_descales(new)
+
+
+def _batch(new: Append) -> int:
+    if new.cu_seqlens_q is not None:
+        return new.cu_seqlens_q.shape[0] - 1
+    if new.k.dim() == 3:  # keys by slots alone
+        return 0 if new.seqused_k is None else new.seqused_k.shape[0]
+    return new.k.shape[0]
+
+
+def _check_rows(new: Append) -> None:
+    starts = new.cu_seqlens_q
+    if starts is not None:
+        check_tensor("cu_seqlens_q", starts)
+        check_kind("cu_seqlens_q", starts, new.k, (torch.int32,), "k")
+        if starts.dim() != 1 or starts.shape[0] == 0:
+            raise ArgumentError(
+                f"cu_seqlens_q has shape {tuple(starts.shape)}: it must be (batch + 1,)"
+            )
+    for name, x in zip(Append._fields[:4], new[:4]):
+        check_tensor(name, x)
+    has_bytes = check_cache_dtypes(new.k_cache, new.v_cache, ("k_cache", "v_cache"))
+    for name, x in zip(Append._fields[:4], new[:4]):
+        is_packed = starts is not None or (new.slots is not None and x.dim() == 3)
+        dims = 3 if name in ("k", "v") and is_packed else 4
+        if x.dim() != dims:
+            shape = "(total, nheads_k, headdim)" if dims == 3 else "of 4 dimensions"
+            raise ArgumentError(f"{name} has shape {tuple(x.shape)}: it must be {shape}")
+        if x.stride(-1) != 1 and x.shape[-1] != 1:
+            raise ArgumentError(
+                f"{name} has stride {x.stride(-1)} in its last dimension: it must be contiguous"
+            )
+        is_kept = has_bytes and name.endswith("cache")
+        check_kind(name, x, new.k, (x.dtype if is_kept else new.k.dtype,), "k")
+    if has_bytes:
+        check_query_dtype(new.k, new.k_cache, "k")
+    check_kind("k", new.k, new.k, FLOATS, "k")
+    for name, x, cache in (("k", new.k, new.k_cache), ("v", new.v, new.v_cache)):
+        if x.shape[-2:] != cache.shape[-2:]:
+            raise ArgumentError(
+                f"{name} has {x.shape[-2]} heads of headdim {x.shape[-1]} and {name}_cache has "
+                f"{cache.shape[-2]} heads of headdim {cache.shape[-1]}: they must be equal"
+            )
+    for name, a, b in (("v", new.k, new.v), ("v_cache", new.k_cache, new.v_cache)):
+        if a.shape[:-1] != b.shape[:-1]:
+            raise ArgumentError(
+                f"{name} has shape {tuple(b.shape)} and {name.replace('v', 'k', 1)} "
+                f"{tuple(a.shape)}: they must be equal except for headdim"
+            )
+    if starts is not None and knows_values(starts):
+        check_starts("cu_seqlens_q", starts, new.k.shape[0], "keys")
+
+
+def _check_descales(new: Append) -> None:
+    """Scales, and whether a call says which sequence a key is of where they ask for it."""
+    caches = ("k_cache", new.k_cache), ("v_cache", new.v_cache)
+    for name, x, cache in zip(("k_descale", "v_descale"), new[-2:], caches):
+        if isinstance(x, Tensor) and x.dim() == 2 and not _has_positions(new):
+            raise ArgumentError(
+                f"{name} has shape {tuple(x.shape)}, scales per sequence: pass seqused_k, and "
+                "cu_seqlens_q if keys are packed, or scales of shape (nheads_k,)"
+            )
+        check_descale(name, x, cache, _batch(new))
+
+
+def _has_positions(new: Append) -> bool:
+    """Whether a call says where in its sequence each key is."""
+    return new.seqused_k is not None and (new.k.dim() == 4 or new.cu_seqlens_q is not None)
+
+
+def _check_rotary(new: Append) -> None:
+    rotary = new.rotary
+    if isinstance(rotary, Rotary) and not _has_positions(new):
+        raise ArgumentError(
+            "rotary needs the positions of new keys: pass seqused_k, and cu_seqlens_q if they are "
+            "packed"
+        )
+    check_rotary(rotary, new.k, "k")
+
+
+def check_rotary(rotary: Any, x: Tensor, of: str) -> None:
+    """Tables for the heads of x."""
+    if not isinstance(rotary, Rotary):
+        raise ArgumentError(
+            f"rotary is {a_type(rotary)}: it must be a tilewise.cache.Rotary or None"
+        )
+    check_tables(rotary, x, of)
+
+
+def check_tables(rotary: Rotary, x: Tensor, of: str) -> None:
+    """cos and sin of angles for the heads of x."""
+    for name, table in (("cos", rotary.cos), ("sin", rotary.sin)):
+        check_tensor(f"rotary.{name}", table)
+        check_kind(f"rotary.{name}", table, x, FLOATS, of)
+        most = x.shape[-1] // 2
+        if table.dim() != 2 or table.shape != rotary.cos.shape or table.shape[1] > most:
+            raise ArgumentError(
+                f"rotary.{name} has shape {tuple(table.shape)}: both tables must be (positions, "
+                f"rotary_dim / 2), rotary_dim at most headdim, {x.shape[-1]}"
+            )
+
+
+def check_places(new: Append) -> None:
+    """Checks that every new key has a slot in the cache, and every position a row in the rotary
+    tables, where values may be read.
+    """
+    slots: Any = new.slots
+    used: Any = new.seqused_k
+    room = new.k_cache.shape[0] * new.k_cache.shape[1]
+    if slots is not None and knows_values(slots) and bool((slots >= room).any()):
+        raise ArgumentError(
+            f"slots has {int(slots.max())} and the cache has {room} rows: a slot must be below "
+            "that, or negative to skip its key"
+        )
+    if used is None or not knows_values(used):
+        return
+    if slots is None:
+        starts: Any = new.cu_seqlens_q
+        fewest = [new.k.shape[1]] * len(used) if starts is None else starts.diff().tolist()
+        written = torch.tensor(fewest, device=used.device).unsqueeze(1)
+        check_reach(new.k_cache, new.page_table, used, least=fewest, read=written)
+    longest = max(used.tolist(), default=0)
+    if new.rotary is not None and longest > new.rotary.cos.shape[0]:
+        raise ArgumentError(
+            f"seqused_k has {longest} keys and rotary.cos has {new.rotary.cos.shape[0]} "
+            "positions: pass longer tables"
+        )

@@ -7,7 +7,9 @@ from typing import Any, Never
 
 import torch
 
+from ..dispatch import check_backend
 from ..errors import HEADS_FIRST, OURS
+from ..features import refuse
 from ..kernels.common.quantized import Quantized
 from ..keywords import refuses_others, unexpected
 from ..mods.block_mask import BlockMask, block_mask_of
@@ -20,7 +22,7 @@ from ..ops.calls import find
 from ..problem import OPEN, Call, Extras
 from ..tile.random_bytes import check_dropout, draw_rng
 from . import fp8, invariance
-from .cache_checks import check_cached, is_cached, refuse_beside_cache
+from .cache_checks import check_cached, is_cached
 from .call import attend_cached, call, launch, launch_step
 from .qkv import in_order, sizes_of
 from .scalars import (
@@ -225,11 +227,9 @@ def attention(
             if result is not None:
                 return result if return_lse else result[0]
     if isinstance(q, Quantized) or k is None or v is None or fp8.has_fp8(q, *of_fp8):
-        fp8.refuse_others(
-            *(("bias", bias), ("mask_mod", mask_mod), ("block_mask", block_mask)),
-            *(("score_mod", score_mod), ("dropout_p", dropout_p or None)),
-            *(("page_table", page_table), ("split_size", split_size), ("out", out)),
-        )
+        unserved = dict(bias=bias, mask_mod=mask_mod, block_mask=block_mask, score_mod=score_mod)
+        unserved |= dict(dropout_p=dropout_p or None, page_table=page_table, split_size=split_size)
+        refuse("fp8", **unserved, out=out)
         fp8_arguments = fp8.Arguments(
             *((q_descale, k_descale, v_descale), lengths, (alibi_slopes, sinks)),
             *((causal, scale, window, softcap), max_seqlen_q, layout),
@@ -246,8 +246,10 @@ def attention(
     return_lse = check_flag("return_lse", return_lse)
     is_asked = not (split_size is out is k_descale is v_descale is None)
     if is_asked or is_cached(k, page_table, cu_seqlens_q, cu_seqlens_k):
-        unsupported = seqused_q, cu_seqlens_k, bias, block_mask, score_mod, dropout_p or None
-        refuse_beside_cache(unsupported, backend)
+        unserved = dict(seqused_q=seqused_q, cu_seqlens_k=cu_seqlens_k, bias=bias)
+        unserved |= dict(block_mask=block_mask, score_mod=score_mod, dropout_p=dropout_p or None)
+        refuse("cached", **unserved)
+        check_backend(backend)
         score_args = alibi_slopes, sinks, mask_mod
         numbers = causal, scale, window, softcap, split_size
         cached = check_cached(

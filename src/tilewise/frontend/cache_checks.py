@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from .. import dispatch
 from ..errors import ArgumentError
+from ..features import FEATURES, FLOATS
 from ..kernels.common.cached import Cached
 from ..mods.compilers import share_batch
 from ..mods.flatten import modifiers_of
 from ..mods.masks import Predicate
 from ..problem import Extras, Scalars
-from ..tile import split_kv
 from ..tile.paging import batch_of, capacity
-from ..tile.quantize import is_one_byte
-from . import invariance
+from ..tile.quantize import LIMITS, is_one_byte
 from .checks import check_optional, check_starts, knows_values
-from .descale_checks import check_cache_dtypes, check_descale, check_query_dtype
-from .qkv import DTYPES, check_device, check_kind, check_tensor, check_tensors
-from .scalars import Window, as_int, band, check_causal, check_layout, check_numbers
+from .invariance import check_split_size
+from .qkv import check_device, check_kind, check_tensor, check_tensors
+from .scalars import Window, band, check_causal, check_layout, check_numbers
 
 Tensor = torch.Tensor
-
-
+KINDS = " or ".join(str(dtype).removeprefix("torch.") for dtype in LIMITS)
 LENGTHS = "seqused_k", "page_table"  # and tables, as `tilewise.attention` calls them
 
 
@@ -32,37 +27,11 @@ def is_cached(
     k: Tensor, page_table: Tensor | None, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None
 ) -> bool:
     """Whether k and v are a KV cache: pages, of 8 bits, or rows of a batch with packed queries."""
-    if page_table is not None:
-        return True
-    if is_one_byte(k):  # or a cache of 8 bits
+    if page_table is not None or is_one_byte(k):
         return True
     if cu_seqlens_q is None or cu_seqlens_k is not None:
         return False
     return isinstance(k, Tensor) and k.dim() == 4
-
-
-NOT_SERVED = {
-    "seqused_q": "let cu_seqlens_q say how many queries each sequence has",
-    "cu_seqlens_k": "pass k and v as (batch, seqlen_k, nheads_k, headdim) or as pages, and their "
-    "lengths as seqused_k",
-    "bias": "pass a mask_mod or alibi_slopes",
-    "block_mask": "pass its mask as mask_mod",
-    "score_mod": "pass softcap or alibi_slopes",
-    "dropout_p": "leave it out",
-}
-
-
-def refuse_beside_cache(others: tuple[object, ...], backend: str | None) -> None:
-    """Refuses what a call with a cache does not take, in the order of NOT_SERVED, unless it is
-    None.
-    """
-    for (name, remedy), value in zip(NOT_SERVED.items(), others):
-        if value is not None:
-            raise NotImplementedError(
-                f"{name} with a cache, split_size or out is not supported: {remedy}"
-            )
-    if backend is not None:
-        dispatch.check_backend(backend)
 
 
 def check_cached(
@@ -98,7 +67,12 @@ def check_cached(
     batch = batch_of(q, cu_seqlens_q)
     modifiers = modifiers_of(mask_mod, None, None, (batch, q.shape[-2], 0, 0))
     extras = extras._replace(captured=modifiers.captured)
-    _check_learned(q, batch, extras)
+    for name, x in (("alibi_slopes", slopes), ("sinks", sinks)):
+        if x is not None:
+            check_tensor(name, x)
+            check_optional(name, x, q, batch, f"{batch} sequences")
+    for x in extras.captured:
+        check_device("mask_mod has a tensor", x, "q", q, " (Mask.to)", verb="")
     named = zip(("k_descale", "v_descale"), descales, (("k", k), ("v", v)))
     scales = [check_descale(*each, batch, layout) for each in named]
     scalars = Scalars(*check_numbers(scale, softcap, q.shape[-1], q.dtype), *sides)
@@ -152,28 +126,26 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None) 
         check_query_dtype(q, k)
         dtype = k.dtype
     is_compiled = torch.compiler.is_compiling()  # then q may be of no size that is known
-    q = _rows(q, k) if is_compiled or not q.shape[0] else q[:1].expand(k.shape[0], -1, -1, -1)
+    if is_compiled or not q.shape[0]:
+        q = q.new_empty_strided((k.shape[0], *q.shape[1:]), q.stride())
+    else:
+        q = q[:1].expand(k.shape[0], -1, -1, -1)
     check_tensors(q, k, v, dtype=dtype)
-
-
-def _rows(q: Tensor, k: Tensor) -> Tensor:
-    return q.new_empty_strided((k.shape[0], *q.shape[1:]), q.stride())
 
 
 def _check_lengths(q: Tensor, k: Tensor, page_table: Tensor | None, extras: Extras) -> None:
     """Checks the shapes of page table and lengths."""
     cu_seqlens_q, seqused_k = extras.cu_seqlens_q, extras.seqused_k
-    for name, x, dims, shape in (
-        ("page_table", page_table, 2, "(batch, pages)"),
-        ("cu_seqlens_q", cu_seqlens_q, 1, "(batch + 1,)"),
-        ("seqused_k", seqused_k, 1, "(batch,)"),
-    ):
+    tables = ("page_table", page_table), ("cu_seqlens_q", cu_seqlens_q), ("seqused_k", seqused_k)
+    for name, x in tables:
         if x is None:
             continue
         check_tensor(name, x)
-        if x.dim() != dims or (name == "cu_seqlens_q" and x.shape[0] == 0):
-            raise ArgumentError(f"{name} has shape {tuple(x.shape)}: it must be {shape}")
-        check_kind(name, x, q, (torch.int32,))
+        shape, dtypes = FEATURES[name].shapes[0], FEATURES[name].dtypes
+        if x.dim() != len(shape) or (name == "cu_seqlens_q" and x.shape[0] == 0):
+            sizes = ", ".join(shape) + "," * (len(shape) == 1)
+            raise ArgumentError(f"{name} has shape {tuple(x.shape)}: it must be ({sizes})")
+        check_kind(name, x, q, dtypes)
     batch = batch_of(q, cu_seqlens_q)
     source = "q" if cu_seqlens_q is None else "cu_seqlens_q"
     rows = k if page_table is None else page_table
@@ -243,47 +215,59 @@ def check_reach(
         )
 
 
-def _check_learned(q: Tensor, batch: int, extras: Extras) -> None:
-    nheads, count = q.shape[-2], f"{batch} sequences"
-    for name, x, shapes, dtypes in (
-        ("alibi_slopes", extras.alibi_slopes, [(nheads,), (batch, nheads)], (torch.float32,)),
-        ("sinks", extras.sinks, [(nheads,)], DTYPES),
-    ):
-        if x is not None:
-            check_tensor(name, x)
-            check_optional(name, x, q, shapes, dtypes, count)
-    for x in extras.captured:
-        check_device("mask_mod has a tensor", x, "q", q, " (Mask.to)", verb="")
-
-
-def check_split_size(split_size: Any, group: int) -> int:
-    """The keys of a piece; 0 where nothing asks for pieces."""
-    if split_size is None:
-        return split_kv.default_split_size(group) if invariance.is_on else 0
-    size = as_int(split_size)
-    if size is None or size < 1:
+def check_cache_dtypes(k: Tensor, v: Tensor, words: tuple[str, str] = ("k", "v")) -> bool:
+    """Whether k and v are a cache of 8 bits."""
+    if not (is_one_byte(k) or is_one_byte(v)):
+        return False
+    for name, x in zip(words, (k, v)):
+        if is_one_byte(x) and x.dtype not in LIMITS:
+            raise NotImplementedError(
+                f"{name}.dtype is {x.dtype}: 8-bit caches are {KINDS}; tilewise.cache.append "
+                "writes such a cache"
+            )
+    if k.dtype != v.dtype:
         raise ArgumentError(
-            f"split_size={split_size!r}: it must be an int of at least 1, or None for the default"
+            f"{words[0]}.dtype is {k.dtype} and {words[1]}.dtype is {v.dtype}: a cache has one "
+            "dtype, so quantise both, or none"
         )
-    return size
+    return True
 
 
-def check_out(out: Tensor, cached: Cached, layout: str) -> Tensor:
-    """`out` in the order of q."""
-    check_tensor("out", out)
-    shape = (*cached.q.shape[:-1], cached.v.shape[3])
-    ordered = out.transpose(1, 2) if layout == "bhsd" and out.dim() == 4 else out
-    if tuple(ordered.shape) != tuple(shape):
-        asked = (shape[0], shape[2], shape[1], shape[3]) if layout == "bhsd" else shape
-        raise ArgumentError(f"out has shape {tuple(out.shape)}: it must be {tuple(asked)}")
-    if out.dtype != cached.q.dtype or out.device != cached.q.device:
+def check_query_dtype(q: Tensor, k: Tensor, name: str = "q") -> None:
+    """The dtype of q, or of new keys, with a cache of 8 bits."""
+    if q.dtype not in FLOATS:
         raise ArgumentError(
-            f"out is {out.dtype} on {out.device}: it must be {cached.q.dtype} on "
-            f"{cached.q.device}, as q"
+            f"{name}.dtype is {q.dtype}: with a KV cache of {k.dtype} it must be bfloat16, float16 "
+            "or (on the CPU) float32 or float64"
         )
-    if out.stride(-1) != 1 and out.shape[-1] != 1:
+
+
+def check_descale(
+    name: str, x: Tensor | None, cache: tuple[str, Tensor], batch: int | None, layout: str = "bshd"
+) -> Tensor | None:
+    """Scales of a cache (pages or batch, rows, nheads_k, ...), those by row in its order. `batch`
+    is None where nothing says which sequence a key is of.
+    """
+    if x is None:
+        return None
+    check_tensor(name, x)
+    of, kept = cache
+    if kept.dtype not in LIMITS:
         raise ArgumentError(
-            f"out has stride {out.stride(-1)} in its last dimension: it must be contiguous"
+            f"{name} with {of} of {kept.dtype}: only caches of {KINDS} have scales, so leave it out"
+        )
+    check_kind(name, x, kept, (torch.float32,), of)
+    nheads_k = kept.shape[2]
+    ordered = x.transpose(1, 2) if layout == "bhsd" and x.dim() == 3 else x
+    shapes = [(), (nheads_k,), kept.shape[:-1]]
+    if batch is not None:
+        shapes.insert(2, (batch, nheads_k))
+    if tuple(ordered.shape) not in [tuple(shape) for shape in shapes]:
+        rows = tuple(kept.shape[:-1])
+        rows = (rows[0], rows[2], rows[1]) if layout == "bhsd" else rows
+        asked = [*map(str, shapes[:-1]), f"{rows}, that of {of} without its last dimension"]
+        raise ArgumentError(
+            f"{name} has shape {tuple(x.shape)}: it must be {' or '.join(asked)}; expand() it"
         )
     return ordered
 

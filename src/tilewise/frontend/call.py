@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .. import dispatch
-from ..errors import HEADS_FIRST, OURS, Words
+from ..errors import HEADS_FIRST, OURS, ArgumentError, Words
 from ..kernels.common.cached import OUT, Cached
 from ..ops import attention as ops
 from ..ops import context_parallel as shards
@@ -17,9 +17,9 @@ from ..ops import kv_cache as cache_ops
 from ..ops.autocast import cast_bias, is_any_autocast_on
 from ..ops.calls import Entry, entry_of, has_lazy, resolved
 from ..problem import NO_EXTRAS, NO_MODS, Call, Extras, Mods, extras_of
-from .cache_checks import LENGTHS, check_cached_values, check_no_grad, check_out
+from .cache_checks import LENGTHS, check_cached_values, check_no_grad
 from .checks import check, check_scores, check_values
-from .qkv import warn_of_order
+from .qkv import check_tensor, warn_of_order
 from .scalars import check_flag
 
 Tensor = torch.Tensor
@@ -82,14 +82,31 @@ def launch_step(
 
 def attend_cached(cached: Cached, out: Tensor | None, layout: str) -> tuple[Tensor, Tensor]:
     """A checked call with a cache, without a gradient; `out` as it was given."""
-    named = zip(("q", "k", "v", "sinks"), (cached.q, cached.k, cached.v, cached.extras.sinks))
-    slopes, scales = cached.extras.alibi_slopes, cached[-2:]
-    check_no_grad(*named, ("alibi_slopes", slopes), ("out", out))
-    check_no_grad(*zip(("k_descale", "v_descale"), scales))
+    check_no_grad(*zip(cache_ops.TENSORS, cached.tensors), ("out", out))
     if out is None:
         out, lse = cache_ops.attention(cached)
         return out.transpose(1, 2) if layout == "bhsd" else out, lse
     return out, cache_ops.attention(cached, check_out(out, cached, layout))[1]
+
+
+def check_out(out: Tensor, cached: Cached, layout: str) -> Tensor:
+    """`out` in the order of q."""
+    check_tensor("out", out)
+    shape = (*cached.q.shape[:-1], cached.v.shape[3])
+    ordered = out.transpose(1, 2) if layout == "bhsd" and out.dim() == 4 else out
+    if tuple(ordered.shape) != tuple(shape):
+        asked = (shape[0], shape[2], shape[1], shape[3]) if layout == "bhsd" else shape
+        raise ArgumentError(f"out has shape {tuple(out.shape)}: it must be {tuple(asked)}")
+    if out.dtype != cached.q.dtype or out.device != cached.q.device:
+        raise ArgumentError(
+            f"out is {out.dtype} on {out.device}: it must be {cached.q.dtype} on "
+            f"{cached.q.device}, as q"
+        )
+    if out.stride(-1) != 1 and out.shape[-1] != 1:
+        raise ArgumentError(
+            f"out has stride {out.stride(-1)} in its last dimension: it must be contiguous"
+        )
+    return ordered
 
 
 def call(
@@ -131,10 +148,8 @@ def call(
     known = None if entry is None else entry.call  # a compiler would watch the table
     if known is None:
         known = check(q, k, v, extras=extras, words=words, **asked)
-        differentiable = (
-            () if needs_dispatcher else (q, k, v, extras.sinks, extras.bias, *extras.captured)
-        )
-        known.backend, known.needs_grad = backend, ops.needs_grad(*differentiable)
+        known.backend = backend
+        known.needs_grad = not needs_dispatcher and ops.needs_grad(*tensors)
         if entry is not None:
             entry.call = known
     if known.has_extras:

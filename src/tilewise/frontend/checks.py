@@ -12,10 +12,11 @@ import torch
 from torch._C._functorch import peek_interpreter_stack
 
 from ..errors import OURS, ArgumentError, Words, a_type
+from ..features import FEATURES
 from ..mods.flatten import take_apart
 from ..problem import NO_MODS, OPTIONAL, Call, Extras, Mods, Scalars, describe
 from ..tile.random_bytes import check_dropout
-from .qkv import DTYPES, check_device, check_kind, check_tensors
+from .qkv import check_device, check_kind, check_tensors
 from .scalars import check_numbers
 
 Tensor = torch.Tensor
@@ -52,31 +53,22 @@ def check(
 
 def check_extras(q: Tensor, k: Tensor, extras: Extras, words: Words = OURS) -> None:
     """Shapes, dtypes and devices of the optional tensors."""
-    nheads = q.shape[2]
-    slopes, sinks = extras.alibi_slopes, extras.sinks
     for name, x in zip(Extras._fields[:OPTIONAL], extras):
         if x is not None and not isinstance(x, torch.Tensor):
             name = words._asdict().get(name, name)
             raise ArgumentError(f"{name} is {a_type(x)}: it must be a torch.Tensor or None")
     batch = check_packing(q, k, extras, words)
-    if slopes is not None:
-        check_optional("alibi_slopes", slopes, q, [(nheads,), (batch, nheads)], (torch.float32,))
-        if slopes.requires_grad:
-            raise NotImplementedError(
-                "alibi_slopes.requires_grad: alibi_slopes have no gradient; pass "
-                "score_mod=tilewise.scores.alibi(slopes), which learns them, or detach() them"
-            )
-    if sinks is not None:
-        check_optional(words.sinks, sinks, q, [(nheads,)], DTYPES)
+    for name in ("alibi_slopes", "sinks", "dropout_rng", "seqused_q", "seqused_k"):
+        check_optional(name, getattr(extras, name), q, batch, title=words._asdict().get(name, name))
+    if extras.alibi_slopes is not None and extras.alibi_slopes.requires_grad:
+        raise NotImplementedError(
+            "alibi_slopes.requires_grad: alibi_slopes have no gradient; pass "
+            "score_mod=tilewise.scores.alibi(slopes), which learns them, or detach() them"
+        )
     if extras.bias is not None:
         check_bias(q, k, extras.bias, extras.cu_seqlens_q is not None, words)
-    if extras.dropout_rng is not None:
-        check_optional("dropout_rng", extras.dropout_rng, q, [(2,)], (torch.int64,))
     for x in extras.captured:
         check_device(words.captured, x, words.q, q, " (Mask.to, BlockMask.to)", verb="")
-    for name in ("seqused_q", "seqused_k"):
-        if (used := getattr(extras, name)) is not None:
-            check_optional(name, used, q, [(batch,)], (torch.int32,))
 
 
 def check_values(q: Tensor, k: Tensor, extras: Extras, words: Words = OURS) -> None:
@@ -166,7 +158,7 @@ def check_packing(q: Tensor, k: Tensor, extras: Extras, words: Words = OURS) -> 
                 f"{name} has shape {tuple(x.shape)}: cu_seqlens_q and cu_seqlens_k must both be "
                 "(batch + 1,)"
             )
-        check_optional(name, x, q, [tuple(x.shape)], (torch.int32,))
+        check_kind(name, x, q, FEATURES[name].dtypes)
     return cu_q.shape[0] - 1
 
 
@@ -220,20 +212,22 @@ def check_scores(
 
 
 def check_optional(
-    name: str,
-    x: Tensor,
-    q: Tensor,
-    shapes: Sequence[tuple],
-    dtypes: Sequence[torch.dtype],
-    count: str = "",
+    name: str, x: Tensor | None, q: Tensor, batch: int, count: str = "", title: str = ""
 ) -> None:
-    """Shape, dtype and device of an optional tensor; `count` says how many sequences there are."""
+    """Shape, dtype and device of an optional tensor; `count` says how many sequences there are, and
+    `title` is the caller's name of the argument.
+    """
+    if x is None:
+        return
+    feature, title = FEATURES[name], title or name
+    sizes = {"nheads": q.shape[-2], "batch": batch, "2": 2}
+    shapes = [tuple([sizes[size] for size in shape]) for shape in feature.shapes]
     if tuple(x.shape) not in shapes:
         raise ArgumentError(
-            f"{name} has shape {tuple(x.shape)}: with q of {q.shape[-2]} heads and "
+            f"{title} has shape {tuple(x.shape)}: with q of {q.shape[-2]} heads and "
             f"{count or f'batch {q.shape[0]}'} it must be {_either(shapes)}"
         )
-    check_kind(name, x, q, dtypes)
+    check_kind(title, x, q, feature.dtypes)
 
 
 def _either(choices: Sequence) -> str:

@@ -9,6 +9,7 @@ from typing import Any, Never
 import torch
 
 from ..errors import ArgumentError, Words
+from ..features import refuse
 from ..kernels.common.quantized import Quantized
 from ..keywords import refuses_others, unexpected
 from ..ops import context_parallel as shards
@@ -126,7 +127,7 @@ def flash_attn_func(
         outputs = _attend_fp8(
             *(inputs, descales, (None, None, None, None), score_args),
             *((_flag(causal), softmax_scale, window_size, softcap), None, out_dtype),
-            (("dropout_p", dropout_p or None), ("attention_chunk", attention_chunk or None)),
+            dict(dropout_p=dropout_p or None, attention_chunk=attention_chunk or None),
         )
         return _returned(*outputs, return_attn_probs, return_lse)
     q, k, v = with_contiguous_rows(zip("qkv", inputs))
@@ -239,11 +240,11 @@ def flash_attn_varlen_func(
     fp8_arguments = q_descale, out_dtype, *of_keys
     if isinstance(q, Quantized) or k is None or v is None or fp8.has_fp8(q, *fp8_arguments):
         check_flag("deterministic", deterministic)
-        refused = ("dropout_p", dropout_p or None), ("attention_chunk", attention_chunk or None)
+        refused = dict(dropout_p=dropout_p or None, attention_chunk=attention_chunk or None)
         outputs = _attend_fp8(
             *(inputs, descales, lengths, score_args),
             *((_flag(causal), softmax_scale, window_size, softcap), max_seqlen_q, out_dtype),
-            (*refused, ("block_table", block_table)),
+            refused | dict(block_table=block_table),
         )
         return _returned(*outputs, return_attn_probs, return_lse)
     q, k, v = with_contiguous_rows(zip("qkv", inputs))
@@ -280,9 +281,9 @@ def _attend_fp8(
     numbers: tuple[bool, float | None, Window, float],
     max_seqlen_q: int | None,
     out_dtype: torch.dtype | None,
-    refused: tuple[tuple[str, Any], ...],
+    refused: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
-    fp8.refuse_others(*refused)
+    refuse("fp8", **refused)
     given = fp8.Arguments(descales, lengths, score_args, numbers, max_seqlen_q, out_dtype=out_dtype)
     given = given._replace(words=WORDS, window_name="window_size")
     return fp8.attend(*inputs, given)

@@ -27,9 +27,6 @@ from .fp8_checks import (
     refuse_grad,
     refuse_sixteen_bits,
 )
-from .fp8_checks import (
-    refuse_others as refuse_others,
-)
 from .qkv import check_tensor, in_order
 from .scalars import (
     Window,

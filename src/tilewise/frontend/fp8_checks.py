@@ -11,31 +11,10 @@ from ..errors import OURS, ArgumentError, Words
 from ..kernels.common.quantized import FP8, Quantized, columns_of, packed_columns
 from ..tile.quantize import is_one_byte
 from .checks import knows_values
-from .qkv import check_kind, check_tensor, check_tensors
+from .qkv import check_device, check_kind, check_tensor, check_tensors
 
 Tensor = torch.Tensor
 OUT_DTYPES = torch.bfloat16, torch.float16, torch.float32
-REMEDIES = {
-    "bias": "use alibi_slopes, or leave q, k and v in bfloat16",
-    "mask_mod": "use causal, window and cu_seqlens, or leave q, k and v in bfloat16",
-    "block_mask": "use causal, window and cu_seqlens, or leave q, k and v in bfloat16",
-    "score_mod": "use softcap and alibi_slopes, or leave q, k and v in bfloat16",
-    "dropout_p": "leave it out, or leave q, k and v in bfloat16",
-    "page_table": "leave q in bfloat16, which supports 8-bit pages",
-    "block_table": "leave q in bfloat16, which supports 8-bit pages",
-    "split_size": "leave it out: FP8 products do not fix the bits of a row",
-    "attention_chunk": "use window_size, or leave q, k and v in bfloat16",
-    "out": "leave it out, and use what is returned",
-}
-
-
-def refuse_others(*others: tuple[str, Any]) -> None:
-    """Refuses each argument, by name, that is not None."""
-    for name, value in others:
-        if value is not None:
-            raise NotImplementedError(
-                f"{name} with FP8 products is not supported: {REMEDIES[name]}"
-            )
 
 
 def check_raw(q: Any, k: Any, v: Any, descales: tuple[Any, ...], words: Words = OURS) -> None:
@@ -142,11 +121,8 @@ def check_quantized(x: Quantized, sequences: int) -> None:
                 "tilewise.attention"
             )
     for name, t in (("k", x.k), ("v_t", x.v_t), *((name, t) for name, t, _ in named)):
-        if t is not None and t.device != x.q.device:
-            raise ArgumentError(
-                f"{name} of a Quantized is on {t.device} and q is on {x.q.device}: move them to "
-                "one device"
-            )
+        if t is not None:
+            check_device(f"{name} of a Quantized", t, "q", x.q)
 
 
 def check_shift(x: Quantized, softcap: float, sinks: Tensor | None) -> None:

@@ -7,7 +7,9 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from .scalars import check_flag
+from ..errors import ArgumentError
+from ..tile import split_kv
+from .scalars import as_int, check_flag
 
 # Of the process, not of a thread, and what a compiler reads, so that a graph which was compiled
 # without it is not run with it
@@ -46,6 +48,18 @@ def batch_invariant(enabled: bool = True) -> BatchInvariant:
     block = BatchInvariant(check_flag("enabled", enabled), is_on)
     is_on = enabled
     return block
+
+
+def check_split_size(split_size: Any, group: int) -> int:
+    """The keys of a piece; 0 where nothing asks for pieces."""
+    if split_size is None:
+        return split_kv.default_split_size(group) if is_on else 0
+    size = as_int(split_size)
+    if size is None or size < 1:
+        raise ArgumentError(
+            f"split_size={split_size!r}: it must be an int of at least 1, or None for the default"
+        )
+    return size
 
 
 class BatchInvariant:

@@ -9,6 +9,7 @@ from typing import Any, Never
 import torch
 
 from ..errors import ArgumentError
+from ..features import refuse
 from ..kernels.common.cached import AppendedCall
 from ..kernels.common.shared_memory import check_written
 from ..keywords import refuses_others, unexpected
@@ -19,7 +20,7 @@ from ..ops.calls import Entry, find
 from ..tile import split_kv
 from ..tile.paging import batch_of
 from . import invariance
-from .cache_checks import check_cached, check_reach, last_read, refuse_beside_cache
+from .cache_checks import check_cached, check_reach, last_read
 from .call import attend_cached, launch_step
 from .checks import knows_values
 from .chunks import check_chunk, chunk_band
@@ -321,7 +322,7 @@ def varlen_of_pages(
     used_k, used_q, starts_q, starts_k = lengths
     causal, scale, window_size, softcap = numbers
     chunk = check_chunk(others[0])
-    refuse_beside_cache((used_q, None, None, None, None, others[1] or None), None)
+    refuse("cached", seqused_q=used_q, dropout_p=others[1] or None)
     window = chunk_band(chunk, band(window_size, causal, "window_size"))
     if used_k is None and starts_k is not None:
         used_k = starts_k.diff()

@@ -13,8 +13,7 @@ from ..errors import ArgumentError
 from ..kernels.common.cached import TENSORS, AppendedCall
 from ..ops import append as append_ops
 from ..tile.rotary import Rotary, rotate
-from .append import check_call
-from .append_checks import check_tables
+from .append import check_call, check_tables
 from .cache_checks import check_no_grad
 from .checks import knows_values
 

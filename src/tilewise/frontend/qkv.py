@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from ..errors import OURS, ArgumentError, Words, a_type, warn_slow
+from ..features import FLOATS
 from ..mods.compilers import share_batch
 
 Tensor = torch.Tensor
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_tensors(
@@ -25,7 +25,7 @@ def check_tensors(
     v: Tensor,
     words: Words = OURS,
     dtype: torch.dtype | None = None,
-    kinds: tuple[torch.dtype, ...] = DTYPES,
+    kinds: tuple[torch.dtype, ...] = FLOATS,
 ) -> None:
     """Dtype, device, heads, head dims and last stride of q, k and v of rank 4, in (batch, seqlen,
     nheads, headdim) order. `dtype` is that of k and v, by default q's, which is one of `kinds`.

@@ -15,7 +15,7 @@ from ..ops.attention import needs_grad
 from ..ops.calls import find
 from ..problem import Extras
 from ..tile.rotary import Rotary
-from .append_checks import check_rotary
+from .append import check_rotary
 from .checks import check_extras, check_values, knows_values
 from .fp8_checks import check_signs, descale
 from .qkv import check_tensors, in_order

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import dispatch
+from ..features import OPERATORS, schema_of
 from ..kernels.common.alignment import check_elements
 from ..kernels.common.outputs import fill_padding, has_no_sequence
 from ..kernels.common.quantized import Lengths, Quantized, Scales
@@ -24,18 +25,10 @@ from .calls import entry_of, resolved
 from .context_parallel import refuse_shards
 from .late import register_late
 from .quantize import quantizer_for
-from .schema import LIBRARY, Once, check_devices
+from .schema import LIBRARY, Once, check_devices, record_of
 
 Tensor = torch.Tensor
 Forward = Callable[[Quantized, Extras], tuple[Tensor, Tensor]]
-LIBRARY.define(
-    "flash_attn_fp8_forward(Tensor q, Tensor k, Tensor v, Tensor q_scale, Tensor k_scale, "
-    "Tensor v_scale, Tensor? v_mean, Tensor? v_drift, Tensor? alibi_slopes, Tensor? sinks, "
-    "Tensor? seqused_k, Tensor? seqused_q, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
-    "bool is_transposed, float scale, float softcap, SymInt left, SymInt right, str align, "
-    "bool is_long, ScalarType out_dtype, str? backend) -> (Tensor, Tensor)"
-)
-INPUTS = 8  # q, k, v, their scales, v_mean and v_drift
 
 
 class Inputs(NamedTuple):
@@ -49,6 +42,12 @@ class Inputs(NamedTuple):
     v_scale: Tensor
     v_mean: Tensor | None
     v_drift: Tensor | None
+
+
+NAMES = OPERATORS["flash_attn_fp8_forward"]
+INPUTS, EXTRAS = len(Inputs._fields), 6
+TENSORS = NAMES[: INPUTS + EXTRAS]
+LIBRARY.define(f"flash_attn_fp8_forward({schema_of(*NAMES)}) -> (Tensor, Tensor)")
 
 
 def attention(call: Call, x: Quantized, extras: Extras, wants_lse: bool) -> tuple[Tensor, Tensor]:
@@ -147,13 +146,9 @@ def _empty(problem: Problem, out_dtype: torch.dtype, q: Tensor) -> tuple[Tensor,
 
 
 def _arguments(call: Call, inputs: Inputs, extras: Extras) -> tuple:
-    scalars, problem = call.scalars, call.problem
-    tensors = extras.alibi_slopes, extras.sinks, extras.seqused_k, extras.seqused_q
-    return (
-        *(*inputs, *tensors, extras.cu_seqlens_q, extras.cu_seqlens_k, call.is_transposed),
-        *(scalars.scale, scalars.softcap, scalars.left, scalars.right),
-        *(problem.align, problem.is_long, call.out_dtype, call.backend),
-    )
+    problem, scalars = call.problem, call.scalars[:4]
+    flags = problem.align, problem.is_long, call.out_dtype, call.backend
+    return *inputs, *extras[:EXTRAS], call.is_transposed, *scalars, *flags
 
 
 def problem_of(
@@ -169,14 +164,14 @@ def problem_of(
 
 def _parsed(args: tuple) -> tuple[Call, Inputs, Extras]:
     """The inverse of `_arguments`."""
-    inputs, tensors = Inputs(*args[:INPUTS]), args[INPUTS : INPUTS + 6]
-    is_transposed, *numbers, align, is_long, out_dtype, backend = args[INPUTS + 6 :]
-    check_devices((*Inputs._fields, *Extras._fields), args[: INPUTS + 6])
-    extras, scalars = Extras(*tensors), Scalars(*numbers)
-    headdim_v = inputs.v.shape[2 if is_transposed else 3]
-    problem = problem_of(inputs.q, inputs.k, headdim_v, extras, scalars, (align, is_long))
-    call = Call(problem, scalars, backend)
-    call.out_dtype, call.is_transposed = out_dtype, is_transposed
+    values = dict(zip(NAMES, args))
+    check_devices(TENSORS, args[: len(TENSORS)])
+    inputs, extras, scalars = (record_of(x, values) for x in (Inputs, Extras, Scalars))
+    headdim_v = inputs.v.shape[2 if values["is_transposed"] else 3]
+    flags = values["align"], values["is_long"]
+    problem = problem_of(inputs.q, inputs.k, headdim_v, extras, scalars, flags)
+    call = Call(problem, scalars, values["backend"])
+    call.out_dtype, call.is_transposed = values["out_dtype"], values["is_transposed"]
     return call, inputs, extras
 
 
@@ -188,7 +183,7 @@ def _known(args: tuple) -> tuple[Call, Inputs, Extras]:
     """`_parsed` with a call that is cached by signature, for compiled graphs, which do not pass
     through `frontend.fp8.attend`.
     """
-    tensors, flags = args[: INPUTS + 6], args[INPUTS + 6 :]
+    tensors, flags = args[: len(TENSORS)], args[len(TENSORS) :]
     entry = None if needs_dispatcher(*tensors) else entry_of(tensors, "fp8", *flags)
     if entry is None:
         return _parsed(args)

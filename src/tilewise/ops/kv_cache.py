@@ -5,12 +5,14 @@ functorch transforms go straight to the backend, as in `attention`.
 from __future__ import annotations
 
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor, peek_interpreter_stack
 from torch.autograd import forward_ad
 
 from .. import dispatch
+from ..features import OPERATORS, schema_of
 from ..kernels.common.alignment import ALIGNMENT, check_elements
 from ..kernels.common.cached import OUT, Cached, lse_shape
 from ..kernels.common.outputs import fill_padding, has_no_sequence
@@ -21,21 +23,12 @@ from ..problem import Call, Extras, Mods, Scalars
 from . import attention as ops
 from .attention import needs_dispatcher
 from .context_parallel import refuse_shards
-from .schema import LIBRARY, check_devices
+from .schema import LIBRARY, check_devices, record_of
 
 Tensor = torch.Tensor
-TENSOR_SCHEMA = (
-    "Tensor q, Tensor k, Tensor v, Tensor? page_table, Tensor? seqused_k, Tensor? cu_seqlens_q, "
-    "Tensor? alibi_slopes, Tensor? sinks, Tensor[]? captured"
-)
-TENSORS = [name.split()[1] for name in TENSOR_SCHEMA.split(", ")][:-1]  # but what is captured
-SCALAR_SCHEMA = (
-    "float scale, float softcap, SymInt left, SymInt right, int split_size, str mask_mod, "
-    "str? backend"
-)
-COUNT = f"{TENSOR_SCHEMA}, {SCALAR_SCHEMA}".count(",") + 1
-SCALES = "Tensor? k_descale=None, Tensor? v_descale=None"
-READ = f"{TENSOR_SCHEMA}, {SCALAR_SCHEMA}, {SCALES}"
+NAMES = OPERATORS["flash_attn_cache"]
+TENSORS = *NAMES[:8], *NAMES[-2:]  # in the order of `Cached.tensors`
+READ = f"{schema_of(*NAMES[:-2])}, Tensor? k_descale=None, Tensor? v_descale=None"
 LIBRARY.define(f"flash_attn_cache({READ}) -> (Tensor, Tensor)")
 LIBRARY.define(f"flash_attn_cache_out({READ}, *, Tensor(a!) out) -> Tensor")
 
@@ -90,37 +83,28 @@ def train(cached: Cached, deterministic: bool) -> tuple[Tensor, Tensor]:
 
 
 def _arguments(cached: Cached) -> tuple:
-    extras, scalars = cached.extras, cached.scalars
-    return (
-        *(cached.q, cached.k, cached.v, cached.page_table, extras.seqused_k, extras.cu_seqlens_q),
-        *(extras.alibi_slopes, extras.sinks, list(extras.captured) or None),
-        *(scalars.scale, scalars.softcap, scalars.left, scalars.right),
-        *(cached.split_size, serialize(cached.mask), cached.backend),
-        *(cached.k_descale, cached.v_descale),
-    )
+    values = {
+        **dict(zip(Cached._fields, cached)),
+        **dict(zip(Extras._fields, cached.extras)),
+        **dict(zip(Scalars._fields, cached.scalars)),
+    }
+    values |= dict(captured=list(cached.extras.captured) or None, mask_mod=serialize(cached.mask))
+    return tuple([values[name] for name in NAMES])
 
 
 def _cached(*args) -> Cached:
     """The inverse of `_arguments`."""
-    k_descale, v_descale = (*args[COUNT:], None, None)[:2]  # defaults at the end are not passed
-    q, k, v, page_table, seqused_k, cu_seqlens_q, slopes, sinks, captured, *numbers = args[:COUNT]
-    *numbers, split_size, mask, backend = numbers
-    captured = tuple(captured or ())
-    extras = Extras(slopes, sinks, seqused_k, None, cu_seqlens_q, captured=captured)
-    tensors = *args[: len(TENSORS)], k_descale, v_descale, *captured
-    check_devices((*TENSORS, "k_descale", "v_descale"), tensors)
-    name = deserialize(mask, MASK)
+    values: Any = dict(zip(NAMES, (*args, None, None)))  # defaults at the end are not passed
+    captured = values["captured"] = tuple(values["captured"] or ())
+    check_devices(TENSORS, (*[values[name] for name in TENSORS], *captured))
+    extras, scalars = record_of(Extras, values), record_of(Scalars, values)
+    q, starts, name = values["q"], extras.cu_seqlens_q, deserialize(values["mask_mod"], MASK)
     if name:
-        starts = torch.empty(_batch(q, cu_seqlens_q) + 1, device="meta")
+        sequences = q.shape[0] if starts is None else starts.shape[0] - 1
+        counted = extras._replace(cu_seqlens_q=torch.empty(sequences + 1, device="meta"))
         rank4 = q if q.dim() == 4 else q.unsqueeze(0)
-        check_captured(Mods(name), rank4, k, extras._replace(cu_seqlens_q=starts))
-    scalars = Scalars(*numbers)
-    cached = Cached(q, k, v, page_table, extras, scalars, split_size, name, backend)
-    return cached._replace(k_descale=k_descale, v_descale=v_descale)
-
-
-def _batch(q: Tensor, cu_seqlens_q: Tensor | None) -> int:
-    return q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+        check_captured(Mods(name), rank4, values["k"], counted)
+    return record_of(Cached, values | dict(extras=extras, scalars=scalars, mask=name))
 
 
 def _run(cached: Cached, out: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -132,7 +116,7 @@ def _run(cached: Cached, out: Tensor | None) -> tuple[Tensor, Tensor]:
     if cached.entry is None:  # else it is none that is lazily negated
         cached = cached.resolved()
     tensors = *cached.tensors, *cached.extras.captured
-    names = (*READ_NAMES, *["mask_mod's tensor"] * len(cached.extras.captured))
+    names = (*TENSORS, *["mask_mod's tensor"] * len(cached.extras.captured))
     if out is not None:
         check_written("out", out)
         check_apart(("out", *names), (out, *tensors), 1)
@@ -161,16 +145,9 @@ class Repeated:
         fresh, lse = _empty(cached, out)
         if out is not None:
             check_written("out", out)
-            check_apart(("out", *READ_NAMES), (out, *cached.tensors), 1)
+            check_apart(("out", *TENSORS), (out, *cached.tensors), 1)
         self.backend.forward(cached, fresh, lse)
         return fresh, lse
-
-
-# Of `Cached.tensors`
-READ_NAMES = (
-    *("q", "k", "v", "page_table", "seqused_k", "cu_seqlens_q", "alibi_slopes", "sinks"),
-    *("k_descale", "v_descale"),
-)
 
 
 def _empty(cached: Cached, out: Tensor | None) -> tuple[Tensor, Tensor]:

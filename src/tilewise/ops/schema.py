@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from ..errors import ArgumentError
+from ..features import schema_of
 from ..mods.flatten import check_captured
 from ..mods.serialize import MASK, SCORE_FUNCTION, deserialize, serialize
 from ..problem import OPTIONAL, Call, Extras, Mods, Problem, Saved, Scalars, describe, extras_of
@@ -52,12 +53,7 @@ class Options(NamedTuple):
         return Mods(deserialize(self.mask_mod, MASK), score, derivative, (rows, keys))
 
 
-CALL = (
-    ", ".join(f"Tensor? {name}" for name in Extras._fields[:OPTIONAL])
-    + ", Tensor[]? captured, float scale, float softcap, SymInt left, SymInt right, "
-    "float dropout_p, str align, bool deterministic, str mask_mod, str score_mod, "
-    "str score_derivative, int[2] mask_block, bool has_bias_grad, bool is_long, str? backend"
-)
+CALL = schema_of(*Extras._fields, *Options._fields)
 SAVED = "Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse"
 
 
@@ -73,6 +69,11 @@ def check_devices(names: Sequence[str], tensors: Sequence[Tensor | None]) -> Non
                 f"{name} is on {device} and {names[devices[0][0]]} is on {devices[0][1]}: move "
                 "them to one device"
             )
+
+
+def record_of(record: Any, values: Mapping[str, Any]) -> Any:
+    """A record of the values of its fields; those that have none keep their defaults."""
+    return record(**{name: values[name] for name in record._fields if name in values})
 
 
 def options_of(call: Call) -> Options:

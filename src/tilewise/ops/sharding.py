@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..features import FEATURES
 from ..mods.flatten import indices_used
-from ..problem import OPTIONAL
+from ..problem import OPTIONAL, Extras
 from .schema import Options
 
 _registered = False
@@ -42,21 +43,15 @@ def register() -> bool:
 
 
 def _forward_rules(q, k, v, *call) -> list[tuple]:
-    extras, (captured, *options) = call[:OPTIONAL], call[OPTIONAL:]
-    return [
-        ([way.bshd, way.bhs], [way.bshd] * 3 + way.extras + [None] * (1 + len(options)))
-        for way in _ways(q, k, captured, indices_used(Options(*options).mods), *extras)
-    ]
+    return [([way.bshd, way.bhs], [way.bshd] * 3 + way.call) for way in _ways(q, k, call)]
 
 
 def _backward_rules(dout, dlse, q, k, v, out, lse, *call) -> list[tuple]:
-    extras, (captured, *options) = call[:OPTIONAL], call[OPTIONAL:]
     rules = []
-    for way in _ways(q, k, captured, indices_used(Options(*options).mods), *extras):
-        given = [_if(dout, way.bshd), _if(dlse, way.bhs)]
-        saved = [way.bshd] * 4 + [way.bhs]
+    for way in _ways(q, k, call):
         grads = [way.bshd] * 3 + [way.dsinks, way.dbias]
-        rules.append((grads, given + saved + way.extras + [None] * (1 + len(options))))
+        saved = [_if(dout, way.bshd), _if(dlse, way.bhs)] + [way.bshd] * 4 + [way.bhs]
+        rules.append((grads, saved + way.call))
     return rules
 
 
@@ -65,39 +60,42 @@ class _Way(NamedTuple):
 
     bshd: Any
     bhs: Any
-    extras: list
+    call: list  # the optional tensors, and nothing for the other arguments
     dsinks: Any
     dbias: Any
 
 
-def _ways(q, k, captured, mentioned, alibi_slopes, sinks, *others) -> list[_Way]:
+def _ways(q, k, call) -> list[_Way]:
     """The shardings that these tensors allow; a tensor is DTensor's description of one.
 
     What tells rows of the batch or heads apart by their numbers in the whole is not cut there: a
-    bias, dropout or what a mask captured nowhere, functions that have `mentioned` "b" or "h" not by
-    these.
+    bias, dropout or what a mask captured nowhere, functions of "b" or "h" not by these.
     """
     from torch.distributed.tensor import Partial, Replicate, Shard
 
+    extras, (captured, *options) = dict(zip(Extras._fields, call[:OPTIONAL])), call[OPTIONAL:]
+    given = {name: x for name, x in extras.items() if x is not None}
+    mentioned = indices_used(Options(*options).mods)
     whole, first, second = Replicate(), Shard(0), Shard(1)
-    slopes_by_batch = alibi_slopes is not None and len(alibi_slopes.shape) == 2
 
-    def extras(slopes, sink, used) -> list:
-        return [_if(alibi_slopes, slopes), _if(sinks, sink), *(_if(x, used) for x in others)]
+    def along(size: str) -> list:
+        """The optional tensors where the mesh cuts this size."""
+        places = {}
+        for name, x in given.items():
+            shape = FEATURES[name].shape_of(len(x.shape))
+            places[name] = Shard(shape.index(size)) if size in shape else whole
+        return [places.get(name) for name in extras] + [None] * (1 + len(options))
 
-    by_batch = extras(first if slopes_by_batch else whole, whole, first)
-    ways = [
-        _Way(whole, whole, extras(whole, whole, whole), whole, whole),
-        _Way(first, first, by_batch, whole if sinks is None else Partial(), whole),
-    ]
-    if captured or any(x is not None for x in others[4:]):
-        return ways[:1]
-    is_packed = any(x is not None for x in others[2:])  # a cut of the batch of 1 is none
-    if is_packed or "b" in mentioned:
-        del ways[1]
+    ways = [_Way(whole, whole, along(""), whole, whole)]
+    if captured or any(FEATURES[name].is_whole for name in given):
+        return ways
+    is_packed = "cu_seqlens_q" in given or "cu_seqlens_k" in given  # a cut of a batch of 1 is none
+    if not is_packed and "b" not in mentioned:
+        dsinks = Partial() if "sinks" in given else whole
+        ways.append(_Way(first, first, along("batch"), dsinks, whole))
     if "h" not in mentioned and _groups_stay_whole(q.shape[2], k.shape[2], tuple(q.mesh.shape)):
-        by_head = extras(second if slopes_by_batch else first, first, whole)
-        ways.append(_Way(Shard(2), second, by_head, whole if sinks is None else first, whole))
+        dsinks = first if "sinks" in given else whole
+        ways.append(_Way(Shard(2), second, along("nheads"), dsinks, whole))
     return ways
 
 

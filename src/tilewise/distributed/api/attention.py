@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ...errors import ArgumentError, a_type
+from ...features import FEATURES, refuse
 from ...frontend.qkv import check_tensor
 from ...frontend.scalars import Window, check_flag
 from ...frontend.scalars import check_layout as check_order
@@ -24,26 +25,8 @@ from .choice import arena_for, attend_by, choose
 
 Tensor = torch.Tensor
 
-# Arguments of `tilewise.attention` that no method serves, and what to do instead
-DOCUMENTS = "documents belong in the layout: layout.packed(cu_seqlens), or td.documents(cu_seqlens)"
-NOT_SERVED = {
-    "cu_seqlens_q": DOCUMENTS,
-    "cu_seqlens_k": DOCUMENTS,
-    "max_seqlen_q": DOCUMENTS,
-    "max_seqlen_k": DOCUMENTS,
-    "seqused_q": "leave padding out of the sequence, or make it a document of its own",
-    "seqused_k": "leave padding out of the sequence, or make it a document of its own",
-    "bias": "write it as a score_mod of positions",
-    "block_mask": "pass its predicate as mask_mod",
-    "page_table": "call tilewise.attention, on whole sequences",
-    "backward": "it is for FP8, which no method supports",
-    "out_dtype": "it is for FP8, which no method supports",
-    "q_descale": "call tilewise.attention, on whole sequences",
-    "k_descale": "call tilewise.attention, on whole sequences",
-    "v_descale": "call tilewise.attention, on whole sequences",
-    "split_size": "call tilewise.attention, on whole sequences",
-    "out": "it returns new tensors",
-}
+# Arguments of `tilewise.attention` that no method serves
+NOT_SERVED = {name for name, feature in FEATURES.items() if feature.sharded}
 
 
 @refuses_others("tilewise.distributed.attention")
@@ -220,10 +203,7 @@ def check_layout(layout: Any) -> Layout:
 
 
 def _refuse(others: dict[str, Any]) -> None:
-    for name, value in others.items():
+    for name in others:
         if name not in NOT_SERVED:
             raise unexpected("tilewise.distributed.attention", [name])
-        if value is not None:
-            raise NotImplementedError(
-                f"{name}: no method of tilewise.distributed supports it; {NOT_SERVED[name]}"
-            )
+    refuse("sharded", **others)

@@ -1,0 +1,130 @@
+"""The optional inputs of attention, each described once: checks, refusals and the schemas of
+operators read these tables.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+FLOATS = torch.float16, torch.bfloat16, torch.float32, torch.float64
+INT32 = (torch.int32,)
+IN_BF16 = "leave q, k and v in bfloat16"
+PAGES = "leave q in bfloat16, which supports 8-bit pages"
+DOCUMENTS = "documents belong in the layout: layout.packed(cu_seqlens), or td.documents(cu_seqlens)"
+PADDING = "leave padding out of the sequence, or make it a document of its own"
+WHOLE = "call tilewise.attention, on whole sequences"
+ONLY_FP8 = "it is for FP8, which no method supports"
+
+
+class Feature(NamedTuple):
+    """An argument: the shapes that a tensor may have, in names of sizes, its dtypes, and what to do
+    instead where a kind of call refuses it.
+    """
+
+    shapes: tuple[tuple[str, ...], ...] = ()
+    dtypes: tuple[torch.dtype, ...] = ()
+    is_whole: bool = False  # whether no shard or mapped call may take a part of it
+    cached: str = ""
+    fp8: str = ""
+    sharded: str = ""
+
+    def shape_of(self, rank: int) -> tuple[str, ...]:
+        """The shape of so many dimensions."""
+        return next((shape for shape in self.shapes if len(shape) == rank), ())
+
+
+FEATURES = {
+    "alibi_slopes": Feature((("nheads",), ("batch", "nheads")), (torch.float32,)),
+    "sinks": Feature((("nheads",),), FLOATS),
+    "bias": Feature(
+        is_whole=True,
+        cached="pass a mask_mod or alibi_slopes",
+        fp8=f"use alibi_slopes, or {IN_BF16}",
+        sharded="write it as a score_mod of positions",
+    ),
+    "score_mod": Feature(
+        cached="pass softcap or alibi_slopes",
+        fp8=f"use softcap and alibi_slopes, or {IN_BF16}",
+    ),
+    "dropout_p": Feature(cached="leave it out", fp8=f"leave it out, or {IN_BF16}"),
+    "dropout_rng": Feature((("2",),), (torch.int64,), is_whole=True),
+    "mask_mod": Feature(fp8=f"use causal, window and cu_seqlens, or {IN_BF16}"),
+    "block_mask": Feature(
+        cached="pass its mask as mask_mod",
+        fp8=f"use causal, window and cu_seqlens, or {IN_BF16}",
+        sharded="pass its predicate as mask_mod",
+    ),
+    "attention_chunk": Feature(fp8=f"use window_size, or {IN_BF16}"),
+    "cu_seqlens_q": Feature((("batch + 1",),), INT32, sharded=DOCUMENTS),
+    "cu_seqlens_k": Feature(
+        (("batch + 1",),),
+        INT32,
+        cached="pass k and v as (batch, seqlen_k, nheads_k, headdim) or as pages, and their "
+        "lengths as seqused_k",
+        sharded=DOCUMENTS,
+    ),
+    "max_seqlen_q": Feature(sharded=DOCUMENTS),
+    "max_seqlen_k": Feature(sharded=DOCUMENTS),
+    "seqused_q": Feature(
+        (("batch",),),
+        INT32,
+        cached="let cu_seqlens_q say how many queries each sequence has",
+        sharded=PADDING,
+    ),
+    "seqused_k": Feature((("batch",),), INT32, sharded=PADDING),
+    "page_table": Feature((("batch", "pages"),), INT32, fp8=PAGES, sharded=WHOLE),
+    "block_table": Feature(fp8=PAGES),
+    **dict.fromkeys(("q_descale", "k_descale", "v_descale"), Feature(sharded=WHOLE)),
+    **dict.fromkeys(("out_dtype", "backward"), Feature(sharded=ONLY_FP8)),
+    "split_size": Feature(
+        fp8="leave it out: FP8 products do not fix the bits of a row", sharded=WHOLE
+    ),
+    "out": Feature(fp8="leave it out, and use what is returned", sharded="it returns new tensors"),
+}
+REFUSALS = {
+    "cached": "{name} with a cache, split_size or out is not supported: {remedy}",
+    "fp8": "{name} with FP8 products is not supported: {remedy}",
+    "sharded": "{name}: no method of tilewise.distributed supports it; {remedy}",
+}
+
+# The fields of operators that are no optional tensors
+TYPES = {
+    **dict.fromkeys(("q", "k", "v", "q_scale", "k_scale", "v_scale"), "Tensor"),
+    **dict.fromkeys(("scale", "softcap", "dropout_p"), "float"),
+    **dict.fromkeys(("left", "right"), "SymInt"),
+    **dict.fromkeys(("align", "mask_mod", "score_mod", "score_derivative"), "str"),
+    **dict.fromkeys(("deterministic", "has_bias_grad", "is_long", "is_transposed"), "bool"),
+    **dict(captured="Tensor[]?", mask_block="int[2]", split_size="int"),
+    **dict(out_dtype="ScalarType", backend="str?"),
+}
+
+# Their arguments, in the order of saved programs
+OPERATORS = {
+    "flash_attn_cache": (
+        *("q", "k", "v", "page_table", "seqused_k", "cu_seqlens_q", "alibi_slopes", "sinks"),
+        *("captured", "scale", "softcap", "left", "right", "split_size", "mask_mod", "backend"),
+        *("k_descale", "v_descale"),
+    ),
+    "flash_attn_fp8_forward": (
+        *("q", "k", "v", "q_scale", "k_scale", "v_scale", "v_mean", "v_drift", "alibi_slopes"),
+        *("sinks", "seqused_k", "seqused_q", "cu_seqlens_q", "cu_seqlens_k", "is_transposed"),
+        *("scale", "softcap", "left", "right", "align", "is_long", "out_dtype", "backend"),
+    ),
+}
+
+
+def refuse(kind: str, **arguments: Any) -> None:
+    """NotImplementedError for the first argument that is not None, which this kind of call does not
+    take.
+    """
+    for name, value in arguments.items():
+        if value is not None:
+            remedy = getattr(FEATURES[name], kind)
+            raise NotImplementedError(REFUSALS[kind].format(name=name, remedy=remedy))
+
+
+def schema_of(*names: str) -> str:
+    """Arguments of an operator as torch's schemas write them."""
+    return ", ".join(f"{TYPES.get(name, 'Tensor?')} {name}" for name in names)
