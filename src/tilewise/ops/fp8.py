@@ -115,7 +115,7 @@ def forward_of(call: Call, inputs: Inputs, extras: Extras) -> Forward:
         return prepare()
     if hasattr(chosen, "takes_values") and chosen.takes_values(problem, q, v, call.out_dtype):
         return prepare(transposes=True)
-    return Transposed(prepare(), quantizer_for(v).prepare_transposed())
+    return _transposing(prepare(), quantizer_for(v).prepare_transposed())
 
 
 def padding_out(call: Call, given: Quantized, extras: Extras) -> tuple[Tensor, Tensor]:
@@ -125,15 +125,14 @@ def padding_out(call: Call, given: Quantized, extras: Extras) -> tuple[Tensor, T
     return out, lse
 
 
-class Transposed(NamedTuple):
+def _transposing(forward: Forward, transpose: Callable[..., Tensor]) -> Forward:
     """A forward behind a pass that writes V^T."""
 
-    forward: Forward
-    transpose: Callable[..., Tensor]
+    def run(quantized: Quantized, extras: Extras) -> tuple[Tensor, Tensor]:
+        v_t = transpose(quantized.v_t, extras.seqused_k, extras.cu_seqlens_k)
+        return forward(quantized._replace(v_t=v_t), extras)
 
-    def __call__(self, given: Quantized, extras: Extras) -> tuple[Tensor, Tensor]:
-        v_t = self.transpose(given.v_t, extras.seqused_k, extras.cu_seqlens_k)
-        return self.forward(given._replace(v_t=v_t), extras)
+    return run
 
 
 def _empty(problem: Problem, out_dtype: torch.dtype, q: Tensor) -> tuple[Tensor, Tensor]:
@@ -214,13 +213,6 @@ torch.library.register_autograd("tilewise::flash_attn_fp8_forward", _no_gradient
 # the backward
 
 
-class Given(NamedTuple):
-    """How a `Quantized` came from its source, but for the rotary tables."""
-
-    is_rotated: bool
-    is_interleaved: bool
-
-
 class _StraightThrough(torch.autograd.Function):
     """Rounding has the derivative of doing nothing: the gradients of the dequantised tensors, in
     bf16, are those of what was quantised.
@@ -234,7 +226,7 @@ class _StraightThrough(torch.autograd.Function):
         tables = (None, None, True) if rotary is None else rotary
         ctx.save_for_backward(out, lse, *kept, *tables[:2], *extras.tensors)
         ctx.set_materialize_grads(False)
-        ctx.call, ctx.given = call, Given(is_rotated, tables[2])
+        ctx.call, ctx.is_rotated, ctx.is_interleaved = call, is_rotated, tables[2]
         ctx.dtypes = [None if t is None else t.dtype for t in tensors]
         return out, lse
 
@@ -242,7 +234,8 @@ class _StraightThrough(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None):  # pyright: ignore[reportIncompatibleMethodOverride]
         grads: tuple[Tensor | None, ...] = (None,) * 4
         if not (dout is dlse is None):
-            differentiate = functools.partial(_differentiated, ctx.call, ctx.given)
+            how = ctx.call, ctx.is_rotated, ctx.is_interleaved
+            differentiate = functools.partial(_differentiated, *how)
             if torch.is_grad_enabled():  # create_graph: the gradients are to be differentiated
                 differentiate = functools.partial(_Gradients.apply, differentiate)
             grads = differentiate(dout, dlse, *ctx.saved_tensors)
@@ -261,20 +254,27 @@ class _Gradients(Once):
 
 
 def _differentiated(
-    call: Call, given: Given, dout: Tensor | None, dlse: Tensor | None, *saved: Any
+    call: Call,
+    is_rotated: bool,
+    is_interleaved: bool,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    *saved: Any,
 ) -> tuple[Tensor, ...]:
-    """The gradients of q, k and v, and of sinks where there are any."""
+    """The gradients of q, k and v, and of sinks where there are any. `is_rotated` and
+    `is_interleaved` say how the source was quantised.
+    """
     out, lse, q, k, v_t, *rest = saved
     scales, (cos, sin), extras = Scales(*rest[:3]), rest[5:7], extras_of(*rest[7:])
     x = Quantized(q, k, v_t, scales, rest[3], rest[4])
     dout = torch.zeros_like(out) if dout is None else dout
-    q, k, v = (t.bfloat16() for t in meant(x, given.is_rotated, extras))
+    q, k, v = (t.bfloat16() for t in meant(x, is_rotated, extras))
     problem = call.problem._replace(dtype=torch.bfloat16)
     kept = Saved(dout.bfloat16(), dlse, q, k, v, out.bfloat16(), lse)
     grads = ops.run_backward(Call(problem, call.scalars, call.backend), kept, extras)
     found = grads.dq, grads.dk, grads.dv
     if cos is not None:  # the transpose of a turn is the turn back
-        back, lengths = Rotary(cos, -sin, given.is_interleaved), lengths_of(extras)
+        back, lengths = Rotary(cos, -sin, is_interleaved), lengths_of(extras)
         of_q = rows_of(q, lengths.cu_seqlens_q, lengths.seqused_q)
         of_k = rows_of(k, lengths.cu_seqlens_k, lengths.seqused_k)
         found = turned(found[0], back, of_q, of_k), turned(found[1], back, of_k), found[2]
