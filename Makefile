@@ -108,7 +108,7 @@ bench-all: $(READY)  ## every figure of README and docs, on a GPU; rows go to $$
 		$(RUN) -m benchmarks $$what --save $(RESULTS) || exit 1; done
 	for lesson in tour/[0-9]*.py; do \
 		TILEWISE_NCU=1 TILEWISE_RECORD=$(RESULTS) $(RUN) $$lesson || exit 1; done
-	$(RUN) -m benchmarks.cpu --save $(RESULTS)
+	$(RUN) -m benchmarks cpu --rounds 7 --save $(RESULTS)
 
 report: $(READY)  ## those rows as a page, report/index.html; without any, the ones of benchmarks/results
 	$(RUN) -m benchmarks report $(wildcard $(RESULTS))

@@ -12,6 +12,7 @@ from .bench.commands import bench
 from .blocks import blocks
 from .cold import cold
 from .compare import compare
+from .cpu import cpu
 from .host import host
 from .memory import memory
 from .online import trace
@@ -20,7 +21,7 @@ from .report.command import figures, report
 from .schedule import schedule
 from .speedup import speedup
 
-EXPERIMENTS = [memory, io, speedup, blocks, host, cold, matmul]
+EXPERIMENTS = [memory, io, speedup, blocks, host, cold, matmul, cpu]
 
 
 @click.group(

@@ -1,32 +1,25 @@
-"""tilewise on the CPU beside `F.scaled_dot_product_attention`, through the public functions.
-
-    python -m benchmarks.cpu                        # S 64 to 16 Ki; best on an idle machine
-    python -m benchmarks.cpu --seqlen 64 256 --dtype float32 --rounds 15
-
-Rows go to benchmarks/results/cpu.jsonl. `tilewise` is `attention`, `tilewise:sdpa` the drop-in with
-torch's signature. All take views of (batch, seqlen, nheads, headdim) memory, as a projection gives
-it. At each shape the results are held to fp64 before anything is timed.
-"""
+"""`python -m benchmarks cpu`: the public functions on the CPU, beside torch's."""
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterable
 
+import click
 import torch
 import torch.nn.functional as F
 
 import tilewise
+from tilewise.cli.options import IntList, NameList
 from tilewise.explain.shapes import Shape
 
 from .bench import run_suite
 from .bench.providers import Attend, Provider
 from .bench.standings import summary
+from .options import conclude, round_options, save_options, show_with
 
-RESULTS = Path(__file__).parent / "results" / "cpu.jsonl"
 DTYPES = ("float32", "bfloat16", "float16")
-SEQLENS = (64, 256, 1024, 4096, 16384)
+SEQLENS = "64,256,1k,4k,16k"
+OURS = ("tilewise", "tilewise:sdpa")
 TOKENS = 1024  # in a batch of short sequences
 
 
@@ -60,7 +53,7 @@ PROVIDERS = (
 )
 
 
-def shapes(seqlens: list[int], dtypes: list[str]) -> list[Shape]:
+def shapes(seqlens: Iterable[int], dtypes: Iterable[str]) -> list[Shape]:
     """Self-attention of 8 heads of 64, and of 2 where the sequence is long."""
     return [
         Shape(
@@ -82,26 +75,26 @@ def shapes(seqlens: list[int], dtypes: list[str]) -> list[Shape]:
     ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seqlen", type=int, nargs="+", default=list(SEQLENS))
-    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--round-ms", type=float, default=30.0)
-    parser.add_argument("--save", type=Path, default=RESULTS)
-    asked = parser.parse_args()
+@click.command()
+@click.option("--seqlen", "seqlens", type=IntList(), default=SEQLENS, show_default=True)
+@click.option("--dtype", "dtypes", type=NameList(lambda: DTYPES), default=",".join(DTYPES))
+@round_options
+@save_options
+def cpu(seqlens, dtypes, rounds, round_ms, save, as_json) -> None:
+    """The public functions on the CPU, compared with F.scaled_dot_product_attention.
+
+    `tilewise` is `attention`, `tilewise:sdpa` the drop-in with torch's signature. All take views of
+    (batch, seqlen, nheads, headdim) memory, as a projection gives it. Results are held to fp64
+    first; an idle machine gives the best figures.
+    """
     torch.manual_seed(0)
     outcomes = run_suite(
-        shapes(asked.seqlen, asked.dtype),
+        shapes(seqlens, dtypes),
         PROVIDERS,
         suite="cpu",
-        device="cpu",
-        rounds=asked.rounds,
-        round_ms=asked.round_ms,
-        save=asked.save,
+        rounds=rounds,
+        round_ms=round_ms,
+        save=save,
+        show=show_with(as_json),
     )
-    print("\n" + summary(outcomes))
-
-
-if __name__ == "__main__":
-    main()
+    conclude(outcomes, [summary(outcomes)], as_json, OURS)

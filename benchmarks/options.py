@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from tilewise.cli.options import (
+    DIRECTIONS,
     DTYPES,
     FP8,
     Exit,
@@ -24,7 +25,6 @@ from tilewise.cli.options import (
 )
 from tilewise.cli.picture import png_option
 from tilewise.explain.lengths import SETS
-from tilewise.explain.shapes import DIRECTIONS
 
 if TYPE_CHECKING:
     from .bench.providers import Provider
@@ -119,8 +119,7 @@ round_options = together(
         help="Time per provider and round.",
     ),
 )
-row_options = together(
-    device_option,
+save_options = together(
     click.option(
         "--save", type=NewFile(dir_okay=False), help="Append the rows to this JSONL file."
     ),
@@ -131,6 +130,7 @@ row_options = together(
         help="Print rows as JSON lines; the table goes to stderr.",
     ),
 )
+row_options = together(device_option, save_options)
 run_options = together(round_options, row_options)
 output_options = together(row_options, png_option)
 sustained_options = together(

@@ -15,8 +15,8 @@ from typing import NamedTuple, cast
 
 import torch
 
+from tilewise import attention_reference
 from tilewise.explain.steps import Decode
-from tilewise.reference import attention_reference
 from tilewise.testing import tolerance
 
 from .bandwidth import bandwidth

@@ -14,10 +14,10 @@ from typing import Any, cast
 
 import torch
 
+from tilewise import Quantized, quantize
 from tilewise.explain.call import options_of
 from tilewise.explain.shapes import FP8, Shape
-from tilewise.frontend.quantize import quantize
-from tilewise.kernels.common.quantized import Lengths, Quantized
+from tilewise.kernels.common.quantized import Lengths
 from tilewise.kernels.cpu.quantize import dequantize
 
 from .standards import Inputs

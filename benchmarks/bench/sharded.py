@@ -15,8 +15,8 @@ import torch
 
 import tilewise
 import tilewise.distributed as td
+from tilewise import attention_reference
 from tilewise.explain.lengths import zipf
-from tilewise.reference import attention_reference
 from tilewise.testing import tolerance
 from tilewise.testing.cases import Case, recomputed
 from tilewise.testing.inputs import Features, Sizes

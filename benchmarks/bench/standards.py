@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
+from tilewise import attention_reference
 from tilewise.explain.shapes import Shape
-from tilewise.reference import attention_reference
 from tilewise.testing import cases
 from tilewise.testing.inputs import Features, Sizes
 from tilewise.testing.inputs import Inputs as CaseInputs

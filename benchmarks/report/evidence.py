@@ -13,7 +13,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from tilewise.explain.modifiers import NAMES
-from tilewise.explain.shapes import DIRECTIONS, Shape
+from tilewise.explain.shapes import Shape
+from tilewise.explain.traffic import PASSES
 
 from ..bench.row import Row
 from ..bench.shapes import SUITES, square
@@ -249,7 +250,7 @@ def reading_order(timing: Timing) -> tuple:
     """Direction, head size, mask, length."""
     shape = timing.shape
     return (
-        DIRECTIONS.index(shape.direction),
+        list(PASSES).index(shape.direction),
         shape.dtype,
         shape.headdim,
         shape.nheads,

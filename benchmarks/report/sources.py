@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tilewise.explain.lengths import SETS
-from tilewise.explain.shapes import DIRECTIONS, Shape
+from tilewise.explain.shapes import Shape
+from tilewise.explain.traffic import PASSES
 
 from ..bench.row import Row
 from ..bench.shapes import SUITES
@@ -179,9 +180,9 @@ def _modifiers(rows: Sequence[Row], shapes: Sequence[Shape]) -> str:
 
 
 def _on_cpu(shapes: Sequence[Shape]) -> str:
-    lengths = " ".join(str(n) for n in sorted({shape.seqlen_q for shape in shapes}))
-    dtypes = " ".join(_unique(shape.dtype for shape in shapes))
-    return f"python -m benchmarks.cpu --seqlen {lengths} --dtype {dtypes}"
+    lengths = ",".join(str(n) for n in sorted({shape.seqlen_q for shape in shapes}))
+    dtypes = ",".join(_unique(shape.dtype for shape in shapes))
+    return f"python -m benchmarks cpu --seqlen {lengths} --dtype {dtypes}"
 
 
 def _tail(rows: Sequence[Row]) -> str:
@@ -207,7 +208,7 @@ def _heads(shapes: Sequence[Shape]) -> str:
 
 def _directions(shapes: Sequence[Shape]) -> list[str]:
     asked = {shape.direction for shape in shapes}
-    return [direction for direction in DIRECTIONS if direction in asked]
+    return [direction for direction in PASSES if direction in asked]
 
 
 def _causal(shapes: Sequence[Shape]) -> str:

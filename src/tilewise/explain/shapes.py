@@ -11,7 +11,6 @@ from typing import NamedTuple
 from . import modifiers
 from .lengths import sequences
 
-DIRECTIONS = ("fwd", "bwd", "fwd+bwd")
 FP8 = "float8_e4m3fn"  # a dtype of q, k and v alike, with a forward alone
 
 
