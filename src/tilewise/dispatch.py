@@ -141,7 +141,7 @@ def forward_of(call: Call, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> F
         from .kernels.portable import few_queries
 
         if few_queries.serves(problem, q, k):
-            return few_queries.Forward(problem, scalars)
+            return few_queries.prepare(problem, scalars)
     chosen = choose_for(problem, q, k, v, extras, backend)
     if has_no_sequence(extras):
         return functools.partial(padding_out, problem)

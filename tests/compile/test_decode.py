@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from helpers.plans import Memory
 from helpers.tiers import sample, sample_rows
 
 from tilewise import mods
@@ -50,11 +51,18 @@ def plans_of(
     scales = tuple(None if name is None else torch.empty(of_shape[name]) for name in descales)
     cached = check_cached(q, k, v, table, (used, starts), learned, numbers, "bshd", scales)
     out, lse = torch.empty_like(q), torch.empty(heads, rows)
-    return decode_launch.plans_of(decode_launch.readable(cached), out, lse, workspace)
+    planned = decode_launch.readable(cached), cached.problem, out, lse, Memory()
+    return decode_launch.launches_of(*planned, workspace)
+
+
+def built_for(plan, target):
+    """A launch of tensors compiled for a GPU that need not be there."""
+    how = plan.constants | plan.options
+    return build(plan.kernel, *plan.args.values(), on=target, **how)
 
 
 def check(plan, target, has_products):
-    found = stats(build(plan.kernel, *plan.args, on=target, **plan.constants, **plan.options))
+    found = stats(built_for(plan, target))
     assert found["smem"] <= SMEM_LIMIT[target], found
     assert found["vgpr_spill_count" if "gfx" in target else "spill_stores"] <= SPILLS, found
     if has_products:
@@ -124,7 +132,7 @@ def test_tiles_that_share_keys_lie_as_one_alone(headdim):
     found = {}
     for n in (1, 2, 4):
         split, _ = plans_of(headdim, True, rows=3 * 4 * n, causal=True)
-        built = build(split.kernel, *split.args, on="sm90", **split.constants, **split.options)
+        built = built_for(split, "sm90")
         found[n] = layouts_of(built)
     assert len(found[1]) == 2
     assert found[2] == found[1] and found[4] == found[1] * 2
@@ -139,7 +147,7 @@ def test_a_row_of_a_wide_tile_lies_as_in_one_of_16(target, headdim, cache_dtype)
     for n in (1, 2):
         split, _ = plans_of(headdim, True, rows=3 * 4 * n, causal=True, cache_dtype=cache_dtype)
         assert rows_of(split) == 16 * n and split.constants["ROW_TILES"] == 1
-        built = build(split.kernel, *split.args, on=target, **split.constants, **split.options)
+        built = built_for(split, target)
         found.append(layouts_of(built))
     assert found[0] == found[1] and all("warpsPerCTA = [1, 4]" in x[-1] for x in found[0])
 
@@ -148,7 +156,7 @@ def test_a_row_of_a_wide_tile_lies_as_in_one_of_16(target, headdim, cache_dtype)
 def test_sums_in_fp32_are_short(headdim):
     """No product adds to the one before, and none has more than 32 terms."""
     split, _ = plans_of(headdim, True, causal=True, dtype=torch.float32)
-    built = build(split.kernel, *split.args, on="sm90", **split.constants, **split.options)
+    built = built_for(split, "sm90")
     assert stats(built)["spill_stores"] <= 256
     dots = re.findall(r"tt\.dot (.*)$", built.asm["ttgir"], re.MULTILINE)
     assert len(dots) == 2
@@ -167,7 +175,7 @@ def test_appending_compiles(target, slots):
     rotary = Rotary(*torch.empty(2, 999, 64).unbind(0), interleaved=False)
     table, used = torch.empty(3, 7, dtype=INT32), torch.ones(3, dtype=INT32)
     asked = Append(k_cache, v_cache, k, v, table, used, STARTS, where, rotary)
-    check(append_launch.plan_of(asked), target, False)
+    check(append_launch.launch_of(asked), target, False)
 
 
 @pytest.mark.parametrize("target", sample(TARGETS, "sm80"))
@@ -180,7 +188,7 @@ def test_appending_to_caches_of_8_bits_compiles(target, dtype, kind):
     shape = {"none": None, "sequence": (3, 2), "row": (99, 16, 2)}[kind]
     scales = [None if shape is None else torch.empty(shape) for _ in "kv"]
     asked = Append(k_cache, v_cache, k, v, table, used, STARTS, None, None, *scales)
-    check(append_launch.plan_of(asked), target, False)
+    check(append_launch.launch_of(asked), target, False)
 
 
 PREPARED = [(n, packed, padded) for n in ("bf16", "fp32") for packed in (0, 1) for padded in (0, 1)]
@@ -203,9 +211,10 @@ def test_appending_and_preparing_attention_compiles(target, tables, packed, padd
         *(q, k_cache, v_cache, None, before, starts, *no, k, v, *rotary[:2], starts, before),
         *(rows, pad, interleaved, not packed),
     )
-    plan = append_launch.plan_of(call.append, call, append_launch.prologue_of(call))
+    parts = append_launch.parts_of(call)
+    plan = append_launch.launch_of(call.append, call, append_launch.prologue_of(call, parts))
     check(plan, target, False)
     if target == "sm90":  # the sum and the products are rounded apart
-        built = build(plan.kernel, *plan.args, on=target, **plan.constants, **plan.options)
+        built = built_for(plan, target)
         assert "mul.f32" in built.asm["ptx"] or "mul.rn.f32" in built.asm["ptx"]
         assert not re.search(r"^\s*fma\.rn", built.asm["ptx"], re.MULTILINE)

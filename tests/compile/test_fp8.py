@@ -18,13 +18,12 @@ from tilewise.kernels.common.quantized import (
     WHOLE,
     Lengths,
     columns_of,
-    empty_values,
     packed_columns,
 )
 from tilewise.kernels.cpu.quantize import Steps
-from tilewise.kernels.portable import fp8_launch, quantize_launches, quantize_memory
+from tilewise.kernels.portable import fp8_launch, quantize, quantize_memory
 from tilewise.problem import Extras, Scalars, describe
-from tilewise.testing import SMEM_LIMIT, TARGETS, build, stats
+from tilewise.testing import SMEM_LIMIT, TARGETS, stats
 from tilewise.tile.rotary import Rotary
 
 pytestmark = pytest.mark.compile
@@ -133,19 +132,20 @@ def test_quantising(target, headdim, is_packed, rotary, seqlen):
     tables = None
     if ROTARY[rotary] is not None:
         tables = Rotary(*torch.empty(2, seqlen, headdim // 2), ROTARY[rotary])
-    given, lengths = (q, k, k), Lengths(starts, starts)
-    sides = quantize_launches.sides_of(q, k, Steps(True, True, True))
+    none = None, None, None
+    cos, sin, is_interleaved = tables or (None, None, False)
+    tensors = (q, k, k, *none, *Lengths(starts, starts), cos, sin)
+    operands = operands_of(quantize.FIELDS, tensors)
     with mock.patch.object(quantize_memory, "architecture", lambda device: target):
-        room = quantize_memory.room_of(given, sides, (starts,) * 3, (None,) * 3)
-    memory = quantize_memory.memory_in(room, quantize_memory.make(room, given, (starts,) * 3))
-    plans = quantize_launches.plans_of(given, sides, (None,) * 3, lengths, tables, memory)
+        program = quantize.quantize_program(Steps(True, True, True), is_interleaved, **operands)
+    plans = program.launches
     if rotary == "none":
-        bits = k.to(torch.uint8)
-        plans += quantize_launches.transposing(bits, None, starts, empty_values(bits, starts))
+        bits = operands_of(quantize.OF_VALUES, (k.to(torch.uint8), None, starts))
+        plans += quantize.transposed_program(**bits).launches
         again = 0 if seqlen == SEQLEN else 1 if headdim > TWO_LEVELS else 2
         assert len(plans) == 2 + 1 + 2 + again + 1 + 1
     for plan in plans:
-        found = build(plan.kernel, *plan.args, on=target, **plan.constants, **plan.options)
+        found = built(plan, target)
         numbers = stats(found)
         assert numbers["smem"] <= SMEM_LIMIT[target], (plan.kernel, numbers)
         spilled = numbers["vgpr_spill_count" if target.startswith("gfx") else "spill_stores"]

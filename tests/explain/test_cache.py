@@ -35,11 +35,11 @@ def test_pieces_slots_and_programs_of_a_batch():
 
 
 def test_slots_are_as_the_plan_allocates_them():
-    from tilewise.explain.cache import portable_plans
+    from tilewise.explain.cache import portable_launches
 
     for of in (decode(3, 5000, LLAMA, queries=5), decode(0, 0, (4, 2, 64), lengths="700,9000,3")):
         cached = cached_of(of, 256)
-        partials = portable_plans(cached)[0].args[2]
+        partials = portable_launches(cached)[0].args["partials"]
         cut = explained(of, split_size=256, backend="portable").pieces
         numbers = [x.numel() for x in partials[:3]]
         assert sum(numbers) * 4 == cut.workspace and numbers[1] == cut.slots

@@ -112,7 +112,7 @@ def test_one_launch_gives_the_bits_of_two(monkeypatch):
     s = sequences([1, 5], [3000, 1700], (8, 2), (128, 128), torch.bfloat16)
     two = run(s, causal=True, backend="portable")
     with monkeypatch.context() as patched:
-        patched.setattr(decode_launch.plans_of, "__defaults__", (0,))
+        patched.setattr(decode_launch.launches_of, "__defaults__", (0,))
         assert_equal(run(s, causal=True, backend="portable"), two)
 
 

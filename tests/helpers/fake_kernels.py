@@ -1,10 +1,13 @@
 """Kernels that record how they are launched, and what they are launched with."""
 
 import torch
+from torch._C._dynamo import guards
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import jit
 
+from tilewise.kernels.common import program, workspace
+from tilewise.kernels.common.operand import Operand
 from tilewise.kernels.hopper.descriptors import DescriptorFields
 from tilewise.problem import Saved
 
@@ -55,3 +58,42 @@ def saved_of(call, dout, dlse=None):
     _, _, (q, k, v), extras = call
     out, lse = torch.zeros_like(q), torch.zeros(q.shape[0], q.shape[2], q.shape[1])
     return Saved(dout, dlse, q, k, v, out, lse), extras
+
+
+class Memory:
+    """What a call allocates; the same for each call that `begin` was called before."""
+
+    def __init__(self):
+        self.made, self.next = [], 0
+
+    def begin(self):
+        self.next = 0
+
+    def __call__(self, shape, strides, dtype):
+        if self.next == len(self.made):
+            self.made.append(guards._empty_strided_cpu(shape, strides, dtype))  # as of a GPU
+        self.next += 1
+        found = self.made[self.next - 1]
+        assert (found.shape, found.stride(), found.dtype) == (torch.Size(shape), strides, dtype)
+        return found
+
+
+def fake_memory(monkeypatch):
+    """What programs allocate, where kernels are fakes."""
+    found = Memory()
+    new = Operand.new
+
+    def renewed(operand, device=None):
+        if device is not None:
+            return new(operand, device)
+        return found(tuple(operand.shape), operand.strides, operand.dtype)
+
+    def slices_of(slices, device):
+        starts = workspace.starts_of(slices)
+        buffer = found((starts[-1],), (1,), torch.uint8) if slices else None
+        return {x.name: workspace.tensor_at(buffer, at, x) for at, x in zip(starts, slices)}
+
+    monkeypatch.setattr(Operand, "new", renewed)
+    monkeypatch.setattr(program, "tensors_of", slices_of)
+    monkeypatch.setattr(program, "allocator_of", lambda device: found)
+    return found

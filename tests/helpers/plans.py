@@ -69,6 +69,19 @@ def plans_of(headdim, dtype, headdim_v=0, causal=False, left=-1, softcap=0.0, **
     return {plan.name: plan for plan in plans}
 
 
+class Memory:
+    """A workspace of tensors, with which launches are planned that run by themselves."""
+
+    def add(self, name, shape, dtype=torch.float32):
+        return torch.empty(shape, dtype=dtype)
+
+
+def run(launch):
+    """Launches for tensors that are its arguments, in the interpreter."""
+    if launch.programs:
+        launch.start({}, torch.device("cpu"))
+
+
 def modifiers_asked(tensors):
     """A mask and a score function that read a tensor each."""
     documents, slopes = torch.zeros(SEQLEN, dtype=torch.int32), torch.ones(NHEADS)

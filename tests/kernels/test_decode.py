@@ -7,6 +7,8 @@ import math
 import pytest
 import torch
 from helpers.caches import INT32, contiguous, paged, sequences
+from helpers.plans import Memory
+from helpers.plans import run as launched
 from helpers.tiers import sample, sample_rows
 
 import tilewise
@@ -102,7 +104,7 @@ def test_one_launch_gives_the_bits_of_two(name):
         plans, written = plans_of(s, 64, workspace, **FEATURES[name])
         assert len(plans) == (2 if workspace else 1)
         for plan in plans:
-            decode_launch.run(plan, s.q[0].device)
+            launched(plan)
         found.append(written)
     assert_equal(*found)
 
@@ -116,7 +118,7 @@ def test_tiles_of_a_block_begin_with_different_pieces(window, monkeypatch):
         monkeypatch.setattr(decode_launch, "lead_of", lambda *_, n=lead: n)
         plans, written = plans_of(s, 16, 2**30, window=window)
         for plan in plans:
-            decode_launch.run(plan, s.q[0].device)
+            launched(plan)
         found.append(written)
     assert_equal(*found)
 
@@ -130,7 +132,7 @@ def test_pieces_that_one_program_walks_change_no_bit(name, monkeypatch):
         monkeypatch.setattr(decode_launch, "lead_of", lambda *_, n=lead: n)
         plans, written = plans_of(s, 16, 2**30, **FEATURES[name])
         for plan in plans:
-            decode_launch.run(plan, s.q[0].device)
+            launched(plan)
         found.append(written)
         programs.append(plans[0].programs)
     if name != "window":
@@ -167,7 +169,8 @@ def plans_of(s, split_size, workspace, **options):
     cached = check_cached(q, k, v, table, lengths, learned, numbers, "bshd")
     out = q.new_full((*q.shape[:2], v.shape[3]), 7.0)
     lse = torch.full(out.shape[1::-1], 7.0)
-    return decode_launch.plans_of(cached, out, lse, workspace), (out, lse)
+    plans = decode_launch.launches_of(cached, cached.problem, out, lse, Memory(), workspace)
+    return plans, (out, lse)
 
 
 @pytest.mark.parametrize("row_tiles", sample([2, 4], 4))
@@ -186,7 +189,7 @@ def test_tiles_that_share_keys_have_the_bits_of_one_alone(name, workspace, row_t
         plans, written = plans_of(s, 32, workspace, **options)
         assert plans[0].constants["ROW_TILES"] == n
         for plan in plans:
-            decode_launch.run(plan, s.q[0].device)
+            launched(plan)
         found.append(written)
     assert_equal(*found)
 
@@ -197,9 +200,9 @@ def test_pieces_that_are_loaded_at_once_are_folded_one_by_one(at_once):
     found = []
     for n in (8, at_once):
         (split, fold), written = plans_of(s, 16, 2**30, causal=True)
-        decode_launch.run(split, s.q[0].device)
+        launched(split)
         fold.constants["AT_ONCE"] = n
-        decode_launch.run(fold, s.q[0].device)
+        launched(fold)
         found.append(written)
     assert_equal(*found)
 
@@ -228,8 +231,8 @@ def test_a_block_of_wide_tiles_has_whole_groups():
     (split, fold), _ = plans_of(s, 32, 2**30)
     assert split.constants["TILE"].BLOCK_M == 32 and split.constants["ROW_TILES"] == 2
     assert fold.constants["TILE"].BLOCK_M == 16
-    assert split.args.partials.lead is None
-    assert split.programs == (43 + 2 * 19) // 20 * 2 * split.args.cache.pages // 2
+    assert split.args["partials"].lead is None
+    assert split.programs == (43 + 2 * 19) // 20 * 2 * split.args["cache"].pages // 2
 
 
 def test_a_batch_of_queries():

@@ -9,7 +9,7 @@ import tilewise
 from tilewise import dispatch
 from tilewise.frontend.checks import check
 from tilewise.kernels.portable import few_queries
-from tilewise.problem import NO_EXTRAS, Call, Extras
+from tilewise.problem import NO_EXTRAS, Extras
 from tilewise.testing import use_interpreter
 from tilewise.testing.tolerance import assert_within
 
@@ -39,18 +39,18 @@ def hold(found, inputs, **named):
 @pytest.mark.parametrize("causal", [True, False])
 def test_they_are_right(causal):
     q, k, v = inputs()
-    problem, _, scalars = checked(q, k, v, right=0 if causal else -1)
+    call = checked(q, k, v, right=0 if causal else -1)
     with use_interpreter():
-        out, lse = few_queries.Forward(problem, scalars)(q, k, v, NO_EXTRAS)
+        out, lse = few_queries.prepare(call.problem, call.scalars)(q, k, v, NO_EXTRAS)
     hold((out, lse), (q, k, v), causal=causal)
 
 
 def test_lengths_and_sinks_are_used():
     q, k, v = inputs()
     extras = Extras(sinks=torch.randn(4), seqused_k=torch.tensor([700, 2], dtype=torch.int32))
-    problem, _, scalars = checked(q, k, v, extras)
+    call = checked(q, k, v, extras)
     with use_interpreter():
-        found = few_queries.Forward(problem, scalars)(q, k, v, extras)
+        found = few_queries.prepare(call.problem, call.scalars)(q, k, v, extras)
     hold(found, (q, k, v), causal=True, sinks=extras.sinks, seqused_k=extras.seqused_k)
 
 
@@ -68,22 +68,22 @@ def test_lengths_and_sinks_are_used():
 )
 def test_few_queries_are_one_tile_beside_many_keys(sizes, is_served):
     q, k, v = inputs(**sizes)
-    assert few_queries.serves(checked(q, k, v)[0], q, k) is is_served
+    assert few_queries.serves(checked(q, k, v).problem, q, k) is is_served
 
 
 def test_what_those_kernels_lack_is_left_to_others():
     q, k, v = inputs()
-    assert not few_queries.serves(checked(q, k, v, align="top_left")[0], q, k)
-    assert few_queries.serves(checked(q, k, v, align="top_left", right=-1)[0], q, k)
+    assert not few_queries.serves(checked(q, k, v, align="top_left").problem, q, k)
+    assert few_queries.serves(checked(q, k, v, align="top_left", right=-1).problem, q, k)
     bias = torch.zeros(1, 1, 3, 1100, dtype=q.dtype)
-    assert not few_queries.serves(checked(q, k, v, Extras(bias=bias))[0], q, k)
+    assert not few_queries.serves(checked(q, k, v, Extras(bias=bias)).problem, q, k)
 
 
 def test_on_a_cpu_they_are_not_asked(monkeypatch):
     monkeypatch.setattr(few_queries, "serves", lambda *_: pytest.fail("asked"))
     q, k, v = inputs()
-    problem, _, scalars = checked(q, k, v)
-    forward = dispatch.forward_of(Call(problem, scalars), q, k, v, NO_EXTRAS)
+    call = checked(q, k, v)
+    forward = dispatch.forward_of(call, q, k, v, NO_EXTRAS)
     assert forward(q, k, v, NO_EXTRAS)[0].shape == q.shape
 
 
@@ -93,13 +93,13 @@ def test_on_a_cpu_they_are_not_asked(monkeypatch):
 def test_on_a_gpu_every_call_of_few_queries_takes_them(headdim, causal, monkeypatch):
     q, k, v = (x.cuda().requires_grad_() for x in inputs(headdim=headdim))
     made = []
-    real = few_queries.Forward.__call__
+    real = few_queries.prepare
 
-    def spied(self, *args):
-        made.append(self)
-        return real(self, *args)
+    def spied(*args):
+        forward = real(*args)
+        return lambda *tensors: made.append(0) or forward(*tensors)
 
-    monkeypatch.setattr(few_queries.Forward, "__call__", spied)
+    monkeypatch.setattr(few_queries, "prepare", spied)
     # On the CPU: of threads that find no context of a device cuBLAS warns
     exact, plain = (
         [x.detach().cpu().to(t).requires_grad_() for x in (q, k, v)] for t in (F64, BF16)

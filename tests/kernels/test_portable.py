@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from helpers.plans import Memory, run
 from helpers.tiers import sample, sample_rows
 
 from tilewise import attention
@@ -184,18 +185,6 @@ def test_fits_descriptor():
         assert fits_descriptor(torch.empty(2048).as_strided(aligned.shape, strides))
 
 
-class Memory:
-    """A workspace of tensors."""
-
-    def add(self, name, shape, dtype):
-        return torch.empty(shape, dtype=dtype)
-
-
-def run(plan):
-    """Launches a plan of tensors."""
-    plan.configured().start({}, torch.device("cpu"))
-
-
 class Call:
     """One causal call with every tensor, results included, in memory of the test's choice."""
 
@@ -221,12 +210,12 @@ class Call:
         saved, work = Saved(dout, None, q, k, v, out, lse), Memory()
         with use_interpreter():
             read = dict(q=q, k=k, v=v, out=out, lse=lse)
-            run(launch.plan_forward(problem, scalars, extras, **read))
+            run(launch.plan_forward(problem, scalars, extras, **read).configured())
             delta = launch.plan_delta(problem, saved, extras, work)
-            run(delta)
+            run(delta.configured())
             stats = lse, delta.args["delta"], None
             for plan in launch.plan_backward(problem, scalars, saved, stats, grads, extras):
-                run(plan)
+                run(plan.configured())
         return out, lse, *grads[:3]
 
 

@@ -9,11 +9,9 @@ import weakref
 
 import pytest
 import torch
-from helpers.fake_kernels import Kernel, compiled_for, has_rest, plain, saved_of
+from helpers.fake_kernels import Kernel, compiled_for, fake_memory, has_rest, plain, saved_of
 from helpers.looks import CALLS, call_of, packed, starts
-from torch._C._dynamo import guards
 
-from tilewise.kernels.common import program as module
 from tilewise.kernels.common import relaunch, workspace
 from tilewise.kernels.common.direct import filler
 from tilewise.kernels.common.operand import Gap, Operand, filled, operand_of, operands_of
@@ -29,43 +27,9 @@ BACKWARD = "attn_bwd_dkdv_kernel", "attn_bwd_dq_kernel", "attn_bwd_dbias_kernel"
 BACKWARD += "bwd_delta_kernel", "attn_bwd_rest_kernel"
 
 
-class Memory:
-    """What a call allocates; the same for each call that `begin` was called before."""
-
-    def __init__(self):
-        self.made, self.next = [], 0
-
-    def begin(self):
-        self.next = 0
-
-    def __call__(self, shape, strides, dtype):
-        if self.next == len(self.made):
-            self.made.append(guards._empty_strided_cpu(shape, strides, dtype))  # as of a GPU
-        self.next += 1
-        found = self.made[self.next - 1]
-        assert (found.shape, found.stride(), found.dtype) == (torch.Size(shape), strides, dtype)
-        return found
-
-
 @pytest.fixture
 def memory(monkeypatch):
-    found = Memory()
-    new = Operand.new
-
-    def renewed(operand, device=None):
-        if device is not None:
-            return new(operand, device)
-        return found(tuple(operand.shape), operand.strides, operand.dtype)
-
-    def slices_of(slices, device):
-        starts = workspace.starts_of(slices)
-        buffer = found((starts[-1],), (1,), torch.uint8) if slices else None
-        return {x.name: workspace.tensor_at(buffer, at, x) for at, x in zip(starts, slices)}
-
-    monkeypatch.setattr(Operand, "new", renewed)
-    monkeypatch.setattr(module, "tensors_of", slices_of)
-    monkeypatch.setattr(module, "allocator_of", lambda device: found)
-    return found
+    return fake_memory(monkeypatch)
 
 
 @pytest.fixture

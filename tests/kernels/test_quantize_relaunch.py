@@ -4,11 +4,12 @@ them. No GPU: kernels are fakes that record their calls.
 
 import pytest
 import torch
+from helpers.fake_kernels import fake_memory
 from helpers.quantizing import ALL, NONE
 
 import tilewise
 from tilewise.cache import Rotary
-from tilewise.kernels.common import relaunch
+from tilewise.kernels.common import program
 from tilewise.kernels.common.quantized import FP8, Lengths, Scales
 from tilewise.kernels.portable import quantize, quantize_launches, quantize_memory
 from tilewise.ops import quantize as ops
@@ -51,23 +52,17 @@ def plain(args):
 
 
 @pytest.fixture
-def log(monkeypatch):
+def memory(monkeypatch):
+    return fake_memory(monkeypatch)
+
+
+@pytest.fixture
+def log(monkeypatch, memory):
     """Calls of kernels. Memory that a call makes is the same for all calls."""
-    log, made = [], {}
-
-    def once(name, function):
-        def made_once(first, *rest):
-            key = name, str(getattr(first, "shape", first))
-            return made.setdefault(key, function(first, *rest))
-
-        return made_once
-
+    log = []
     for name in NAMES:
         monkeypatch.setattr(quantize_launches, name, Kernel(name, log))
-    for name in ("make", "empty_values"):
-        monkeypatch.setattr(quantize, name, once(name, getattr(quantize, name)))
     monkeypatch.setattr(quantize_memory, "architecture", lambda device: "sm90")
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda *_: 0, raising=False)
     return log
@@ -107,7 +102,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_quantising_again(name, log):
+def test_quantising_again(name, log, memory):
     """Of other tensors, of one tensor as q and k, and of other ones again."""
     rows = (1, 150) if name == "packed" else (2, 150)
     again = None
@@ -116,22 +111,26 @@ def test_quantising_again(name, log):
         q, k, v = draw(seed, rows, headdim_v=144 if name == "a wide v" else 64)
         given = q, (q[:, :, :2] if seed == 1 else k).clone(), v, scales, of, rotary
         again = again or quantize.prepare_quantize(steps)
+        memory.begin()
         again(*given)
         found, log[:] = list(log), []
         assert {kind for _, kind, *_ in found} == {"again" if seed else "front"}
+        memory.begin()
         quantize.prepare_quantize(steps)(*given)
         expected, log[:] = list(log), []
         assert [(n, *rest) for n, _, *rest in found] == [(n, *rest) for n, _, *rest in expected]
         assert len(found) == (2 + 1 + 2 + 1 if steps == ALL else 2)
 
 
-def test_transposing_again(log):
+def test_transposing_again(log, memory):
     used = counts(150, 90)
     transpose = quantize.prepare_transposed()
     for seed in range(3):
         v = draw(seed)[2].to(FP8)
+        memory.begin()
         transpose(v, used, None)
         found, log[:] = list(log), []
+        memory.begin()
         quantize.prepare_transposed()(v, used, None)
         assert found[0][1] == ("again" if seed else "front")
         assert found[0][2:] == log[0][2:]
@@ -142,18 +141,19 @@ def test_a_hook_of_a_profiler_is_called(log, monkeypatch):
     """By Triton's launcher."""
     again = quantize.prepare_quantize(NONE)
     again(*draw(0), (None,) * 3, Lengths(), None)
-    monkeypatch.setattr(relaunch, "may_relaunch", lambda device: False)
+    monkeypatch.setattr(program, "may_relaunch", lambda device: False)
     log[:] = []
     again(*draw(1), (None,) * 3, Lengths(), None)
     assert {kind for _, kind, *_ in log} == {"front"}
 
 
-def test_a_copy_is_launched_by_triton(log):
-    """What kernels read is not what the caller passed then."""
+def test_a_copy_is_made_each_time(log):
+    """What kernels read is not what the caller passed then; they are launched past Triton."""
     again = quantize.prepare_quantize(NONE)
     for seed in range(2):
-        again(*draw(seed, dtype=torch.float64), (None,) * 3, Lengths(), None)
-    assert {kind for _, kind, *_ in log} == {"front"}
+        q, k, v = draw(seed, dtype=torch.float64)
+        again(q, k, v.mT.contiguous().mT, (None,) * 3, Lengths(), None)
+    assert [kind for _, kind, *_ in log] == ["front"] * 4 + ["again"] * 4
 
 
 def test_calls_of_a_signature_are_prepared_once(monkeypatch):

@@ -12,8 +12,9 @@ from ptx import execute, executing
 from ptx.launch import run_together
 from tilewise.kernels import portable
 from tilewise.kernels.common import device_words
+from tilewise.kernels.common.operand import filled
+from tilewise.kernels.common.program import Launch
 from tilewise.kernels.common.quantized import FP8, Lengths
-from tilewise.kernels.common.relaunch import Launched
 from tilewise.kernels.cpu import quantize as plain
 from tilewise.kernels.hopper.copy_rows import copy_rows
 from tilewise.kernels.portable import decode_launch, quantize_memory
@@ -30,11 +31,13 @@ INT32 = torch.int32
 def executed(monkeypatch):
     """Launches of quantising kernels, with the warps that they have on a GPU."""
 
-    def run(plan, device):
-        execute(plan.kernel, options=plan.options)[(plan.programs,)](*plan.args, **plan.constants)
-        return Launched(None, plan.programs, plan.args)
+    monkeypatch.setattr(Launch, "start", lambda launch, values, _: executed_on(launch, values))
 
-    monkeypatch.setattr(kernels, "run", run)
+
+def executed_on(launch, values):
+    """Executes a launch of the tensors of these names."""
+    args = [filled(x, values) for x in launch.args.values()]
+    execute(launch.kernel, options=launch.options)[(launch.programs,)](*args, **launch.constants)
 
 
 def assert_bits(found, expected):
@@ -201,10 +204,9 @@ def test_queries_at_a_time_change_no_bit(headdim, page_size, monkeypatch):
     program walks.
     """
 
-    def run(plan, device):
-        execute(plan.kernel, options=plan.options)[(plan.programs,)](*plan.args, **plan.constants)
-        rows.append(plan.constants["TILE"].BLOCK_M)
-        return Launched(None, plan.programs, plan.args)
+    def start(launch, values, device):
+        executed_on(launch, values)
+        rows.append(launch.constants["TILE"].BLOCK_M)
 
     def attend(s):
         q = torch.cat(s.q)
@@ -217,7 +219,7 @@ def test_queries_at_a_time_change_no_bit(headdim, page_size, monkeypatch):
             return tilewise.attention(q, k, v, causal=True, backend="portable", **at)
 
     rows = []
-    monkeypatch.setattr(decode_launch, "run", run)
+    monkeypatch.setattr(Launch, "start", start)
     s = sequences([8], [150], (4, 1), (headdim, headdim), BF16)
     out, lse = attend(s)
     assert max(rows) == 32
@@ -233,10 +235,9 @@ def test_queries_at_a_time_change_no_bit(headdim, page_size, monkeypatch):
 def test_what_lies_beside_a_sequence_changes_no_bit(monkeypatch):
     """C1: one launch or two, whose compiler lays tiles of this shape out differently."""
 
-    def run(plan, device):
-        execute(plan.kernel, options=plan.options)[(plan.programs,)](*plan.args, **plan.constants)
-        launches.append(plan.kernel)
-        return Launched(None, plan.programs, plan.args)
+    def start(launch, values, device):
+        executed_on(launch, values)
+        launches.append(launch.kernel)
 
     def attend(s):
         k, v, table = paged(s, 1)
@@ -254,7 +255,7 @@ def test_what_lies_beside_a_sequence_changes_no_bit(monkeypatch):
 
     launches = []
     pairs = torch.rand(3, 915, generator=torch.Generator().manual_seed(0)) < 0.6
-    monkeypatch.setattr(decode_launch, "run", run)
+    monkeypatch.setattr(Launch, "start", start)
     s = sequences([1, 2], [915, 129], (4, 1), (16, 64), BF16)
     out, lse = attend(s)
     assert len(launches) == 2

@@ -7,26 +7,26 @@ only by a commit that says what it adds and why; the others never.
 import pytest
 from helpers.counters import count
 
-AT_LEAST = {"arguments by keyword, percent": 9.4}
+AT_LEAST = {"arguments by keyword, percent": 9.6}
 AT_MOST = {
     # Sizes
-    "lines": 50_412,
+    "lines": 50_343,
     "files that name softcap": 58,
     "files that name sinks": 65,
     "files attention() imports": 66,
     "lines attention() imports": 10_760,
     # One record, one dispatcher, one file of checks, one way to launch
     "records per 1,000 lines, host": 4.26,
-    "records per 1,000 lines, device": 8.0,
+    "records per 1,000 lines, device": 7.7,
     "records built at one place, host": 33,
-    "records built at one place, device": 73,
-    "launching classes": 16,
+    "records built at one place, device": 72,
+    "launching classes": 14,
     "dispatchers": 1,
     "check files": 6,
     # Plain English
-    "calls with *x per 1,000 lines": 11.1,
+    "calls with *x per 1,000 lines": 10.7,
     "calls with a tuple's *": 36,
-    "vague locals": 479,
+    "vague locals": 459,
     "docstrings without a subject": 0,
     "files over 300 lines": 25,
     "functions over 120 lines": 1,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,7 +18,7 @@ from ..tile.paging import capacity
 from ..tile.split_kv import pieces
 from .cards import Card, Roof, cpu_roof
 from .dense import Answer, Launched, built_by, chosen_of, standing_in
-from .launches import Launch, at_once, launch_of
+from .launches import Launch, at_once, build_launch, launch_of
 from .steps import INT32, Decode
 
 FP32 = 4  # bytes
@@ -167,12 +167,11 @@ def planned_by(
     if not in_pieces:
         return Planned([chunk_launch(cached)], 0, True)
     if backend == "portable":
-        plans = portable_plans(cached, None if card is None else card.sms)
-        partials = plans[0].args.partials
-        slots = partials.m_i.numel() if len(plans) == 2 else 0
-        return Planned(
-            [portable_launch(plan, target) for plan in plans], slots, True, partials.lead or 1
-        )
+        launches = portable_launches(cached, None if card is None else card.sms)
+        partials = launches[0].args["partials"]
+        slots = partials.m_i.numel() if len(launches) == 2 else 0
+        shown = [portable_launch(launch, target) for launch in launches]
+        return Planned(shown, slots, True, partials.lead or 1)
     if backend == "hopper" and card is not None:
         return hopper_plan(of, cached, card)
     return Planned([], 0, True)
@@ -184,24 +183,19 @@ def outputs_of(cached: Cached) -> tuple[torch.Tensor, torch.Tensor]:
     return q.new_empty(*q.shape[:-1], cached.v.shape[3]), torch.empty(lse_shape(q))
 
 
-def portable_plans(cached: Cached, sms: int | None = None) -> list:
-    """The launches of the portable backend, as it plans them."""
-    from ..kernels.portable.decode_launch import plans_of
+def portable_launches(cached: Cached, sms: int | None = None) -> list:
+    """The launches of the portable backend, on a GPU of so many SMs."""
+    from ..kernels.portable.decode_launch import program_of
 
-    return plans_of(cached, *outputs_of(cached), sms=sms)
+    return program_of(cached, *outputs_of(cached), sms=sms).launches
 
 
-def portable_launch(plan, target: str) -> Launch:
-    """A plan as `explain` shows launches."""
-    from ..testing import build
-
-    tile = plan.constants["TILE"]
-
-    def compiled():
-        return build(plan.kernel, *plan.args, on=target, **plan.constants, **plan.options)
-
-    name = plan.kernel.fn.__name__
-    return launch_of(name, tile, stages=plan.stages, tiles=plan.programs, build=compiled)
+def portable_launch(launch: Any, target: str) -> Launch:
+    """A launch as `explain` shows it."""
+    tile, stages = launch.constants["TILE"], launch.options["num_stages"]
+    build = functools.partial(build_launch, launch, target)
+    name, tiles = launch.kernel.__name__, launch.programs
+    return launch_of(name, tile, stages=stages, tiles=tiles, build=build)
 
 
 def chunk_launch(cached: Cached) -> Launch:

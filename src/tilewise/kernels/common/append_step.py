@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from .decode_step import Room
-from .relaunch import Launches
 from .shared_memory import span_of
 from .workspace import allocator_of
 
@@ -25,15 +24,16 @@ class AppendStep:
 
     def __init__(
         self,
-        launches: Launches,
+        program: Any,
         tensors: Sequence[Tensor],
         written: Sequence[int],
         parts: Sequence[Tensor],
     ) -> None:
-        """`tensors` are those of a call that are not None, of which some are `written`; `parts` are
+        """`tensors` are those of a call that are not None, as the `Program` has them, of which some
+        are `written`; `parts` are
         of one memory.
         """
-        self.launches, self.written = launches, written
+        self.program, self.written = program, written
         spans = [span_of(x) if x.numel() else (0, 0) for x in tensors]
         self.sizes = [stop - first for first, stop in spans]
         self.overlaps = self.overlaps_of([x.data_ptr() for x in tensors])
@@ -56,7 +56,7 @@ class AppendStep:
 
     def repeats(self, row: Sequence[int]) -> bool:
         """Whether it could be launched by the addresses of tensors and parts."""
-        return self.overlaps_of(row) == self.overlaps and self.launches.again_at(row)
+        return self.overlaps_of(row) == self.overlaps and self.program.again_at(row)
 
     def before(
         self, decode: Any, row: Sequence[Tensor | None], reads: Sequence[Tensor | None]

@@ -110,7 +110,7 @@ def numbers_of(scalars: Scalars, q: Tensor, k: Tensor) -> Numbers:
 
 def optionals_of(extras: Extras, mods: Mods = NO_MODS) -> Optionals:
     """The optional tensors as kernels take them."""
-    slopes, *rest = [_contiguous(x) for x in extras[:BIAS]]
+    slopes, *rest = [contiguous_of(x) for x in extras[:BIAS]]
     per_batch = slopes is not None and slopes.dim() == 2
     alibi_batch = slopes.stride(0) if per_batch else 0
     bias, dropout_rng, captured = extras[BIAS:]
@@ -125,10 +125,10 @@ def optionals_of(extras: Extras, mods: Mods = NO_MODS) -> Optionals:
         captured_of(parts.score) or 0,
         *lists_of(parts),
     )
-    return Optionals(slopes, alibi_batch, *rest, _contiguous(dropout_rng), modifiers)
+    return Optionals(slopes, alibi_batch, *rest, contiguous_of(dropout_rng), modifiers)
 
 
-def _contiguous(x: Tensor | None) -> Tensor | None:
+def contiguous_of(x: Tensor | None) -> Tensor | None:
     """x.contiguous(), which takes three times as long where x is contiguous."""
     return x if x is None or x.is_contiguous() else x.contiguous()
 
@@ -152,9 +152,9 @@ def lists_of(parts: Parts) -> tuple[Lists | int, Lists | int]:
 def _lists(partial: BlockLists, full: BlockLists, blocks: int) -> Lists:
     batch, nheads, rows = partial.counts.shape
     return Lists(
-        *map(_contiguous, partial),
+        *map(contiguous_of, partial),
         partial.indices.shape[3],
-        *map(_contiguous, full),
+        *map(contiguous_of, full),
         full.indices.shape[3],
         0 if batch == 1 else nheads * rows,
         0 if nheads == 1 else rows,

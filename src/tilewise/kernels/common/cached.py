@@ -15,7 +15,12 @@ from ...tile.split_kv import default_split_size
 from ...tile.types import Strided
 
 Tensor = torch.Tensor
-OUT = 10  # where it follows `Cached.tensors`
+# Of `Cached.tensors`, behind which `out` may follow
+READ_NAMES = (
+    *("q", "k", "v", "page_table", "seqused_k", "cu_seqlens_q", "alibi_slopes", "sinks"),
+    *("k_descale", "v_descale"),
+)
+OUT = len(READ_NAMES)
 
 
 class Cached(NamedTuple):

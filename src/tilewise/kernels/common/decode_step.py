@@ -4,8 +4,9 @@ addresses as the only arguments.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -39,25 +40,33 @@ def floats(count: int) -> Room:
 class DecodeStep:
     """The memory that a step makes, and the addresses that its launches take. Holds no tensor."""
 
+    # On a stream of the current device, of the addresses of the tensors that are not None, of out,
+    # lse and the states
+    launch: Callable[[int, list[Any]], None]
+
     def __init__(
         self,
         device: torch.device,
         read: Sequence[Tensor],
         out: Tensor,
         lse: Tensor,
-        states: Sequence[Tensor],
+        states: Sequence[Tensor] = (),
+        program: Any = None,
     ) -> None:
-        """`read` are the tensors that are not None, and so are those of calls."""
+        """`read` are the tensors that are not None, and so are those of calls. States lie behind
+        each other, or as the slices of a `Program`.
+        """
         self.append: Any = None  # the `AppendStep` that is launched first
         self.bytes = [stop - first for first, stop in map(span_of, (*read, out))]
         self.device, self.index = device, device.index
         self.empty = allocator_of(device)
         self.of_out, self.of_lse = room_for(out), room_for(lse)
-        sizes = [x.numel() for x in states]
-        self.starts = [4 * sum(sizes[:n]) for n in range(len(sizes))]  # in bytes
-        self.of_states = floats(sum(sizes)) if sizes else None
+        *self.starts, size = itertools.accumulate((4 * x.numel() for x in states), initial=0)
+        if program is not None:
+            self.launch, self.starts, size = program.launch, program.starts, program.size
+        self.of_states = floats(size // 4)
         # Of a caller that takes no lse it lies behind the states
-        self.lse_start = -(-4 * sum(sizes) // ALIGNMENT) * ALIGNMENT
+        self.lse_start = -(-size // ALIGNMENT) * ALIGNMENT
         self.of_both = floats(self.lse_start // 4 + math.prod(self.of_lse.shape))
 
     def __call__(
@@ -117,9 +126,3 @@ class DecodeStep:
             if address < stop and first < address + size:
                 return True
         return False
-
-    def launch(self, stream: int, row: list[Any]) -> None:
-        """Launches on a stream of the current device. `row` has the addresses of the tensors that
-        are not None, of out, lse and the states.
-        """
-        raise NotImplementedError

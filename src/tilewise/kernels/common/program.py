@@ -90,16 +90,20 @@ class Program:
     ) -> None:
         self.device = workspace.device
         self.steps = [x for x in steps if isinstance(x, TorchStep) or x.programs]
-        # What each call makes: tensors, as a view of the buffer takes torch longer, then the buffer
+        # What each call makes: tensors, as a view of a buffer takes torch longer, then buffers
         of_torch = {name for x in self.steps if isinstance(x, TorchStep) for name in x.names}
-        self.slices = [x for x in workspace.slices if x.name not in of_torch]
+        in_buffers = [x for x in workspace.slices if x.name not in of_torch]
+        self.slices = [x for x in in_buffers if not x.is_cleared]
+        self.zeros = [x for x in in_buffers if x.is_cleared]
         *self.starts, self.size = starts_of(self.slices)
+        *self.zero_starts, self.zero_size = starts_of(self.zeros)
         apart = (x for x in workspace.slices if x.name in of_torch)
         self.made = [*(x for x in outputs if x is not None), *apart]
         self.rooms = [(tuple(x.shape), x.strides, x.dtype) for x in self.made]
         self.cleared = [place for place, x in enumerate(self.made) if x.is_cleared]
         self.returned = [None if x is None else self.made.index(x) for x in outputs]
-        self.names = [*names, *(x.name for x in (*self.made, *self.slices))]  # of a row
+        in_row = *self.made, *self.slices, *self.zeros
+        self.names = [*names, *(x.name for x in in_row)]
         self.copied = self._copied()
         self.empty = allocator_of(self.device)
         self.index: int | None = None  # of the device for which the kernels are compiled
@@ -129,6 +133,10 @@ class Program:
             buffer = empty((self.size,), (1,), torch.uint8)  # held until all is launched
             base = buffer.data_ptr()
             row += [base + start for start in self.starts]
+        if self.zero_starts:
+            zeros = empty((self.zero_size,), (1,), torch.uint8).zero_()
+            base = zeros.data_ptr()
+            row += [base + start for start in self.zero_starts]
         if self.needs_scratch:
             triton.set_allocator(scratch)
         stream = torch._C._cuda_getCurrentRawStream(self.index)
@@ -139,6 +147,20 @@ class Program:
                 step(stream, row)
         return tuple([None if place is None else made[place] for place in self.returned])
 
+    def again_at(self, row: Sequence[Any]) -> bool:
+        """Launches it by the addresses of all in the order of its names; whether that could be
+        done.
+        """
+        if self.again is None or not may_relaunch(self.index):
+            return False
+        self.launch(torch._C._cuda_getCurrentRawStream(self.index), row)
+        return True
+
+    def launch(self, stream: int, row: Sequence[Any]) -> None:
+        """Launches it by addresses, on a stream of the current device."""
+        for step in self.again:
+            step(stream, row)
+
     def _start(self, tensors: Sequence[Any]) -> tuple[Any, ...]:
         """Runs the program by Triton's front end, which compiles the kernels, and keeps how it is
         run again. On CPU tensors the interpreter runs it.
@@ -146,7 +168,8 @@ class Program:
         compiled = []
         with on_device(self.device):
             made = [x.new() for x in self.made]
-            values = dict(zip(self.names, (*tensors, *made))) | tensors_of(self.slices, self.device)
+            values = dict(zip(self.names, (*tensors, *made)))
+            values |= tensors_of(self.slices, self.device) | tensors_of(self.zeros, self.device)
             triton.set_allocator(scratch)  # per thread: autograd's backward runs in its own
             for step in self.steps:
                 if isinstance(step, TorchStep):

@@ -180,30 +180,3 @@ def relaunches_of(launches: Sequence[Launched], row: Sequence[Any]) -> list[Rela
     kernels = [direct.past_triton(x.compiled, x.programs) for x in launches]
     calls = [relaunch_of(kernel, x.args, row) for kernel, x in zip(kernels, launches)]
     return None if None in calls else [Relaunch(call) for call in calls if call is not None]
-
-
-class Launches:
-    """The launches of calls of one signature: the first as Triton launches them, later ones
-    straight to their kernels. Holds no tensor.
-    """
-
-    def __init__(self) -> None:
-        self.device: int | None = None
-        self.relaunches: list[Relaunch] | None = None
-
-    def again(self, row: Sequence[Tensor | None]) -> bool:
-        """Launches them for other tensors; whether that could be done."""
-        return self.again_at(addresses_of(row))
-
-    def again_at(self, addresses: Sequence[int]) -> bool:
-        """Launches them by the addresses of tensors."""
-        if self.relaunches is None or not may_relaunch(self.device):
-            return False
-        stream = torch._C._cuda_getCurrentRawStream(self.device)
-        for launch in self.relaunches:
-            launch.launch(stream, addresses)
-        return True
-
-    def record(self, launched: Sequence[Launched], row: Sequence[Any], x: Tensor) -> None:
-        """Keeps the first launches, for tensors in the order of `row`, on the device of x."""
-        self.device, self.relaunches = x.device.index, relaunches_of(launched, row)

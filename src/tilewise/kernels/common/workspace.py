@@ -35,9 +35,15 @@ class Workspace:
         self.device = device
         self.slices: list[Operand] = []
 
-    def add(self, name: str, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Operand:
-        """A new slice, dense, with undefined contents at the beginning of every call."""
-        added = Operand(name, shape, dtype, self.device)
+    def add(
+        self,
+        name: str,
+        shape: Sequence[int],
+        dtype: torch.dtype = torch.float32,
+        is_cleared: bool = False,
+    ) -> Operand:
+        """A new slice, dense; at the beginning of every call its contents are 0 or undefined."""
+        added = Operand(name, shape, dtype, self.device, is_cleared=is_cleared)
         self.slices.append(added)
         return added
 
@@ -49,13 +55,14 @@ def starts_of(slices: Sequence[Operand]) -> list[int]:
 
 
 def tensors_of(slices: Sequence[Operand], device: torch.device) -> dict[str, Tensor]:
-    """The slices of a new buffer, by their names. On the CPU each is a tensor of its own, so that
-    the interpreter sees what is written past its end.
+    """The slices of a new buffer, by their names; all are cleared, or none. On the CPU each is a
+    tensor of its own, so that the interpreter sees what is written past its end.
     """
-    if device.type == "cpu":
+    if device.type == "cpu" or not slices:
         return {x.name: x.new() for x in slices}
     starts = starts_of(slices)
-    buffer = torch.empty(starts[-1], dtype=torch.uint8, device=device)
+    make = torch.zeros if slices[0].is_cleared else torch.empty
+    buffer = make(starts[-1], dtype=torch.uint8, device=device)
     return {x.name: tensor_at(buffer, start, x) for start, x in zip(starts, slices)}
 
 

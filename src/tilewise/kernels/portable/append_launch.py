@@ -10,11 +10,14 @@ from typing import Any
 import torch
 import triton
 
-from ...tile.quantize import LIMITS
+from ...tile.quantize import LIMITS, by_row
 from ..common.alignment import ALIGNMENT
 from ..common.append_step import AppendStep
+from ..common.arguments import contiguous_of
 from ..common.cached import TENSORS, Append, AppendedCall
-from ..common.relaunch import Launched, Launches, distinct_views
+from ..common.operand import operands_of
+from ..common.program import Launch, Program, checked
+from ..common.workspace import Workspace
 from .append import (
     ROWS_PER_PROGRAM,
     SEQUENCES_PER_GROUP,
@@ -23,9 +26,13 @@ from .append import (
     Widths,
     cache_append_kernel,
 )
-from .decode_launch import SplitPlan, cache_of, run, strided_of
+from .decode_launch import STAGES, WARPS, cache_of, strided_of
+from .plan import options_of
 
 Tensor = torch.Tensor
+# What an append reads and writes, as `Append.tensors` lists it
+NAMES = ("k", "k_cache", "v", "v_cache", "page_table", "seqused_k", "cu_seqlens_q", "slots")
+NAMES += ("cos", "sin", "k_descale", "v_descale")
 QUERY_ELEMENTS = 2048  # that a program rotates
 
 
@@ -35,41 +42,46 @@ def append(new: Append, is_kept: bool = False) -> AppendStep | None:
     """
     if not (new.k_cache.numel() and new.k.numel()):
         return None
-    if is_kept:
-        new = new.of_tensors(distinct_views(new.tensors))
-    plan = plan_of(new)
-    launched = run(plan, new.k.device)
-    return step_of(plan, launched, new, new.tensors) if is_kept else None
+    named = dict(zip(NAMES, new.tensors))
+    planned = new.of_tensors(list(operands_of(NAMES, new.tensors).values()))
+    program = run(launch_of(planned), named)
+    return step_of(program, new, named) if is_kept else None
 
 
 def prepare(call: AppendedCall, is_kept: bool) -> tuple[Prologue, AppendStep | None]:
     """The append of a call, and what attention reads of it."""
-    new, prologue = call.append, prologue_of(call)
-    plan = plan_of(new, call, prologue)
-    launched = run(plan, new.k.device)
-    if not is_kept:
-        return prologue, None
-    return prologue, step_of(plan, launched, new, call[:TENSORS], prologue.parts)
+    fields, parts = AppendedCall._fields[:TENSORS], parts_of(call)
+    operands = operands_of(fields, call[:TENSORS])
+    planned = call._replace(**operands)
+    written = operands_of(tuple(parts), tuple(parts.values()))
+    launch = launch_of(planned.append, planned, prologue_of(planned, written))
+    named = dict(zip(fields, call))
+    program = run(launch, named | parts)
+    step = step_of(program, call.append, named, list(parts.values())) if is_kept else None
+    return prologue_of(call, parts), step
+
+
+def run(launch: Launch, named: dict[str, Any]) -> Program:
+    """Launches for tensors of these names. Returns the program."""
+    present = {name: x for name, x in named.items() if x is not None}
+    program = Program(list(present), [launch], Workspace(named["k"].device))
+    program(list(present.values()))
+    return program
 
 
 def step_of(
-    plan: SplitPlan,
-    launched: Launched,
+    program: Program,
     new: Append,
-    row: Sequence[Tensor | None],
+    named: dict[str, Tensor | None],
     parts: Sequence[Tensor] = (),
 ) -> AppendStep | None:
     """The launch for other tensors; None where it may not be done again."""
-    cache = plan.args[1]
-    by_bits = {id(new.k_cache): cache.k.ptr, id(new.v_cache): cache.v.ptr}
-    tensors = [by_bits.get(id(x), x) for x in row if x is not None]
-    launches = Launches()
-    launches.record([launched], (*tensors, *parts), new.k)
-    if launches.relaunches is None:
+    if program.again is None or program.copied:
         return None
-    places = {id(by_bits.get(id(x), x)) for x in new.written}
-    written = [n for n, x in enumerate(tensors) if id(x) in places]
-    return AppendStep(launches, tensors, written, parts)
+    present = {name: x for name, x in named.items() if x is not None}
+    by_rows = [name for name in ("k_descale", "v_descale") if by_row(getattr(new, name))]
+    written = [n for n, x in enumerate(present) if x in ("k_cache", "v_cache", *by_rows)]
+    return AppendStep(program, list(present.values()), written, parts)
 
 
 def rotated_dims(new: Append) -> int:
@@ -77,50 +89,70 @@ def rotated_dims(new: Append) -> int:
     return 0 if new.rotary is None or not new.rotary.cos.numel() else new.rotary.cos.shape[1]
 
 
-def prologue_of(call: AppendedCall) -> Prologue:
-    """The kernel's arguments for what attention reads, in new memory."""
+def parts_of(call: AppendedCall) -> dict[str, Tensor]:
+    """New memory for what attention reads, in one."""
     q, batch = call.q, call.before.shape[0]
     shapes = {"used": (tuple(call.before.shape), torch.int32)}
     if rotated_dims(call.append):
-        shapes["q"] = tuple(q.shape), q.dtype
+        shapes["rotated"] = tuple(q.shape), q.dtype
     if call.leftpad is not None:
-        shapes["table"] = (batch, call.k_cache.shape[1]), torch.int32
+        shapes["padded_table"] = (batch, call.k_cache.shape[1]), torch.int32
     sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in shapes.values()]
     starts = list(itertools.accumulate((-(-n // ALIGNMENT) * ALIGNMENT for n in sizes), initial=0))
     memory = q.new_empty(starts[-1], dtype=torch.uint8)
-    parts = {
+    return {
         name: memory[start : start + size].view(dtype).view(shape)
         for start, size, (name, (shape, dtype)) in zip(starts, sizes, shapes.items())
     }
-    leftpad, rows = map(_contiguous, (call.leftpad, call.rows))
-    written = parts["used"], leftpad, None if leftpad is None else rows, parts.get("table")
-    if "q" not in parts:
-        return Prologue(None, None, None, 0, 0, *written)
-    q, rotated, starts = strided_of(q), strided_of(parts["q"]), _contiguous(call.cu_seqlens_q)
-    return Prologue(q, rotated, starts, call.q.shape[:-2].numel(), call.q.shape[-3], *written)
 
 
-def plan_of(
+def prologue_of(call: AppendedCall, parts: dict[str, Any]) -> Prologue:
+    """The kernel's arguments for what attention reads."""
+    leftpad, rows = map(contiguous_of, (call.leftpad, call.rows))
+    rotated = parts.get("rotated")
+    prologue = Prologue(
+        q=None,
+        rotated=None,
+        cu_seqlens_q=None,
+        total_q=0,
+        seqlen_q=0,
+        used=parts["used"],
+        leftpad=leftpad,
+        rows=None if leftpad is None else rows,
+        table=parts.get("padded_table"),
+    )
+    if rotated is None:
+        return prologue
+    return prologue._replace(
+        q=strided_of(call.q),
+        rotated=strided_of(rotated),
+        cu_seqlens_q=contiguous_of(call.cu_seqlens_q),
+        total_q=call.q.shape[:-2].numel(),
+        seqlen_q=call.q.shape[-3],
+    )
+
+
+def launch_of(
     new: Append, call: AppendedCall | None = None, prologue: Prologue | None = None
-) -> SplitPlan:
+) -> Launch:
     """A program for each new key, then those that prepare what attention reads."""
     k, v, rotary = new.k, new.v, new.rotary
     total = k.shape[:-2].numel()
-    used, starts = (_contiguous(x) for x in (new.seqused_k, new.cu_seqlens_q))
+    used, starts = (contiguous_of(x) for x in (new.seqused_k, new.cu_seqlens_q))
     if k.dim() == 3 and starts is None:  # keys by slots alone
         used = None
     batch = k.shape[0] if starts is None else starts.shape[0] - 1
     half = rotated_dims(new)
     cos = sin = None
     if rotary is not None and half:
-        cos, sin = map(_contiguous, rotary[:2])
+        cos, sin = map(contiguous_of, rotary[:2])
     positions = 0 if cos is None else cos.shape[0]
     before, base = (None, None) if call is None else (call.before, call.rotary_seqlens)
     keys = NewKeys(
-        *(strided_of(k), strided_of(v), used, starts, _contiguous(new.slots)),
+        *(strided_of(k), strided_of(v), used, starts, contiguous_of(new.slots)),
         *(batch, k.shape[-3], cos, sin, positions),
-        before=_contiguous(before),
-        rotary_seqlens=_contiguous(base) if half else None,
+        before=contiguous_of(before),
+        rotary_seqlens=contiguous_of(base) if half else None,
     )
     nheads_k, headdim, headdim_v = *k.shape[-2:], v.shape[-1]
     sizes = nheads_k, headdim, headdim_v
@@ -146,9 +178,6 @@ def plan_of(
             of_q: dict[str, Any] = dict(NHEADS_Q=nheads, BLOCK_Q=block)
             widths = widths._replace(AT_FIRST=call.is_at_first, **of_q)
     # Products and their sum are rounded apart, as `tile.rotary.rotate` and the CPU round them
-    args = keys, cache, prologue, total
-    return SplitPlan(cache_append_kernel, programs, args, dict(WIDTHS=widths), is_fused=False)
-
-
-def _contiguous(x: Tensor | None) -> Tensor | None:
-    return x if x is None or x.is_contiguous() else x.contiguous()
+    options = options_of(WARPS, STAGES, is_fused=False)
+    args = dict(new=keys, cache=cache, prologue=prologue, total=total)
+    return checked(Launch(cache_append_kernel, programs, args, dict(WIDTHS=widths), options))

@@ -7,19 +7,22 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from ...emulation import interpret, interpreter_is_on
 from ...problem import Problem
 from ...tile.paging import batch_of, capacity
-from ...tile.types import Numbers, Optionals, Sizes, Strided, Tile
+from ...tile.types import Sizes, Strided, Tile
 from ..common.arguments import features_of, numbers_of, optionals_of
-from ..common.building import first_launch, num_sms, on_device
-from ..common.cached import Cached, scales_of, strided_of
-from ..common.relaunch import Launched, distinct_cached
+from ..common.building import num_sms
+from ..common.cached import READ_NAMES, Cached, scales_of, strided_of
+from ..common.decode_step import DecodeStep
+from ..common.operand import names_of, operands_of
+from ..common.program import Launch, Program, checked
+from ..common.workspace import Workspace
 from .decode import Cache, Partials, attn_fold_kernel, attn_split_kernel
-from .decode_relaunch import DecodeStep, step_of
-from .plan import padded_headdims
+from .plan import options_of, padded_headdims
 
 Tensor = torch.Tensor
+# What a program reads and writes
+NAMES = (*READ_NAMES, "out", "lse", "captured")
 WORKSPACE = 256 * 2**20  # bytes of what lies between the launches; a longer walk needs none
 WARPS, STAGES = 4, 3
 PROGRAMS = 2  # that an SM has room for at a time
@@ -39,38 +42,6 @@ class Choice(NamedTuple):
     row_tiles: int  # such tiles that share each tile of keys
     columns: int  # of the output that a program of the fold has
     at_once: int  # pieces that it loads before it folds the first
-
-
-class SplitArgs(NamedTuple):
-    """The arguments of the first kernel, but its constants; the second takes all but q."""
-
-    q: Strided
-    cache: Cache
-    partials: Partials
-    out: Strided
-    lse: Tensor
-    optionals: Optionals
-    sizes: Sizes
-    numbers: Numbers
-    split_size: int
-
-
-class SplitPlan(NamedTuple):
-    """A launch."""
-
-    kernel: Any
-    programs: int
-    args: tuple
-    constants: dict
-    warps: int = WARPS
-    stages: int = STAGES
-    is_fused: bool = True  # whether a product and a sum are rounded once
-
-    @property
-    def options(self) -> dict:
-        """How it is compiled."""
-        fusion = dict(enable_fp_fusion=self.is_fused)
-        return dict(num_warps=self.warps, num_stages=self.stages) | fusion
 
 
 def choice_of(problem: Problem, queries: int = 1) -> Choice:
@@ -147,31 +118,45 @@ def forward(cached: Cached, out: Tensor, lse: Tensor) -> DecodeStep | None:
     """
     if not out.numel():
         return None
-    if cached.entry is not None:
-        cached, out = distinct_cached(cached), out.detach()
-    cached = readable(cached)
-    plans = plans_of(cached, out, lse)
-    launched = [run(plan, cached.q.device) for plan in plans]
-    if cached.entry is None:
+    tensors = [*cached.tensors, out, lse, *cached.extras.captured]
+    program = program_of(cached, out, lse)
+    program([x for x in tensors if x is not None])
+    if cached.entry is None or program.again is None or program.copied or cached.extras.captured:
         return None
-    states = [x for x in plans[0].args.partials[:3] if x is not None]
-    return step_of(cached, out, lse, states, launched)
+    read = [x for x in cached.tensors if x is not None]
+    return DecodeStep(cached.q.device, read, out, lse, program=program)
 
 
-def plans_of(
+def program_of(cached: Cached, out: Tensor, lse: Tensor, sms: int | None = None) -> Program:
+    """The program of a call, whose names are those of the tensors that are there; on a GPU of so
+    many SMs if that is given.
+    """
+    tensors = *cached.tensors, out, lse, *cached.extras.captured
+    operands = operands_of(NAMES, tensors)
+    named = zip(names_of(NAMES, len(tensors)), tensors)
+    *read, of_out, of_lse, captured = operands.values()
+    planned = cached.of_tensors(read)
+    planned = planned._replace(extras=planned.extras._replace(captured=captured))
+    work = Workspace(cached.q.device)
+    launches = launches_of(readable(planned), cached.problem, of_out, of_lse, work, sms=sms)
+    return Program([name for name, x in named if x is not None], launches, work)
+
+
+def launches_of(
     cached: Cached,
-    out: Tensor,
-    lse: Tensor,
+    problem: Problem,
+    out: Any,
+    lse: Any,
+    work: Any,
     workspace: int = WORKSPACE,
     *,
     sms: int | None = None,
-) -> list:
+) -> list[Launch]:
     """One launch or two, by how many pieces there may be and whether their states have room, for a
     GPU of so many SMs; by default the tensors'.
     """
     if sms is None:
         sms = num_sms(cached.q.device) if cached.q.is_cuda else INTERPRETED_SMS
-    problem = cached.problem
     q, k, extras = cached.q, cached.k, cached.extras
     batch, fit = batch_of(q, extras.cu_seqlens_q), capacity(k, cached.page_table)
     if k.shape[0] == 0:
@@ -180,10 +165,9 @@ def plans_of(
     rows = q.shape[-3]
     sizes = Sizes(batch if is_packed else 0, problem.nheads_k, rows, fit)
     reach = max(rows, fit)
-    numbers = numbers_of(cached.scalars, q[None] if is_packed else q, k)
+    numbers = numbers_of(cached.scalars, q, k)
     left, right = (min(side, reach) for side in cached.scalars[2:4])
     numbers = numbers._replace(left=left, right=right)
-    shared = optionals_of(extras, problem.mods), sizes, numbers, min(cached.piece_size, 2**30)
     # How many queries each packed sequence has, only the device knows
     choice = choice_of(problem, triton.cdiv(rows, max(batch, 1)) if is_packed else rows)
     of_tile, of_block = (n // problem.group for n in (choice.tile.BLOCK_M, choice.rows))
@@ -192,20 +176,20 @@ def plans_of(
         problem.nheads_k * most_blocks(batch, rows, n, is_packed) for n in (of_tile, of_block)
     )
     pieces = triton.cdiv(fit, cached.piece_size)
-    used = problem.nheads_k * max(batch, q.shape[:-2].numel() // of_block)
+    filled = problem.nheads_k * max(batch, q.shape[:-2].numel() // of_block)
     size = choice.rows * choice.row_tiles * (choice.tile.BLOCK_D + choice.tile.BLOCK_DV)
     has_room = size <= ROOM_BESIDE
     features, lead = features_of(problem), 1
     # Left of a window tiles of a block begin with different pieces, of which the fold knows its own
     if has_room and not features.LEFT:
-        lead = lead_of(used, pieces, cached.piece_size, sms)
+        lead = lead_of(filled, pieces, cached.piece_size, sms)
     all_rows = q.shape[:-2].numel() * problem.nheads
     need = pieces * all_rows * (problem.headdim_v + 2) * 4
     in_one = pieces <= lead or need > workspace
     partials = Partials(None, None, None, 0, blocks, None)
     if not in_one:
-        states = states_of(cached, pieces * all_rows)
-        partials = Partials(*states, all_rows, blocks, lead if lead > 1 else None)
+        partials = partials_of(work, pieces, all_rows, problem.headdim_v)
+        partials = partials._replace(blocks=blocks, lead=lead if lead > 1 else None)
     cache = cache_of(*cached[1:4], cached.k_descale, cached.v_descale)
     if has_room and cache.page_table is not None and cache.page_size > 0:
         tile_pages, rest = divmod(choice.tile.BLOCK_N, cache.page_size)
@@ -214,18 +198,22 @@ def plans_of(
         cache = cache._replace(v=Strided(cache.v.ptr, None, None, None))
     if cached.clears_tail:
         partials = partials._replace(tail=strided_of(out))
-    args = SplitArgs(strided_of(q), cache, partials, strided_of(out), lse, *shared)
+    args = dict(q=strided_of(q), cache=cache, partials=partials, out=strided_of(out), lse=lse)
+    args |= dict(optionals=optionals_of(extras, problem.mods), sizes=sizes, numbers=numbers)
+    args |= dict(split_size=min(cached.piece_size, 2**30))
     common = dict(FEATURES=features, TILE=choice.tile)
     wide = choice.tile._replace(BLOCK_M=choice.rows)
     constants = common | dict(TILE=wide, ROW_TILES=choice.row_tiles)
-    pipeline = choice.warps, choice.stages
+    options = options_of(choice.warps, choice.stages)
     programs = blocks if in_one else blocks * (pieces - lead + 1)
-    plans = [SplitPlan(attn_split_kernel, programs, args, constants, *pipeline)]
+    launches = [Launch(attn_split_kernel, programs, args, constants, options)]
     if not in_one:
+        args = {name: x for name, x in args.items() if name != "q"}
         constants = common | dict(COLUMNS=choice.columns, AT_ONCE=choice.at_once)
         programs = tiles * (choice.tile.BLOCK_DV // choice.columns)
-        plans.append(SplitPlan(attn_fold_kernel, programs, args[1:], constants))
-    return plans
+        options = options_of(WARPS, STAGES)
+        launches.append(Launch(attn_fold_kernel, programs, args, constants, options))
+    return list(map(checked, launches))
 
 
 def most_blocks(batch: int, rows: int, tokens: int, is_packed: bool) -> int:
@@ -245,11 +233,11 @@ def lead_of(blocks: int, pieces: int, split_size: int, sms: int) -> int:
     return max(1, min(pieces, share, LEAD // split_size))
 
 
-def states_of(cached: Cached, rows: int) -> tuple[Tensor, ...]:
-    """Room for the states of so many rows: O, m and l, beside each other."""
-    columns = cached.v.shape[3]
-    found = cached.q.new_empty(rows * (columns + 2), dtype=torch.float32)
-    return found.split([rows * n for n in (columns, 1, 1)])
+def partials_of(work: Any, pieces: int, rows: int, columns: int) -> Partials:
+    """Memory for the states of so many pieces of rows: O, m and l."""
+    acc_o = work.add("acc_o", (pieces, rows, columns))
+    m_i, l_i = (work.add(name, (pieces, rows)) for name in ("m_i", "l_i"))
+    return Partials(acc_o, m_i, l_i, rows, 0, None)
 
 
 def cache_of(
@@ -264,18 +252,3 @@ def cache_of(
     width, stride = (1, 0) if table is None else (table.shape[1], table.stride(0))
     scales = *scales_of(k_scale), *scales_of(v_scale)
     return Cache(strided_of(k), strided_of(v), table, stride, width, *k.shape[:2], *scales)
-
-
-def run(plan: SplitPlan, device: torch.device) -> Launched:
-    """Launches; on CPU tensors in the interpreter."""
-    launched = Launched(None, plan.programs, (*plan.args, *plan.constants.values()))
-    if plan.programs == 0:
-        return launched
-    if device.type == "cpu" and interpreter_is_on():
-        interpret(plan.kernel)[(plan.programs,)](*plan.args, **plan.constants)
-        return launched
-    with on_device(device):
-        programs, options = plan.programs, plan.constants | plan.options
-        return launched._replace(
-            compiled=first_launch(plan.kernel, programs, *plan.args, **options)
-        )

@@ -10,14 +10,20 @@ with 2Ki, 6.8 with 8Ki; 32 key heads 1.3, 2.2, 2.1. Of 64 rows 0.4, 1.0 and 1.2 
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from ...problem import NO_MODS, Extras, Problem, Scalars
 from ...tile.split_kv import default_split_size
 from ..common.cached import Cached
-from ..common.outputs import empty_out
-from . import decode_launch
-from .decode_relaunch import DecodeStep
+from ..common.operand import names_of
+from ..common.program import Planned, Program
+from ..common.workspace import Workspace
+from .decode_launch import launches_of
+from .launch import FORWARD, outputs_of
 
 Tensor = torch.Tensor
 MAX_TILE_ROWS = 16  # queries times query heads of a key head: one tile
@@ -35,20 +41,21 @@ def serves(problem: Problem, q: Tensor, k: Tensor) -> bool:
     return 0 < q.shape[1] * problem.group <= MAX_TILE_ROWS and k.shape[1] >= LEAST_KEYS
 
 
-class Forward:
-    """Forwards of one signature; those after the first are launched past Triton."""
+def prepare(
+    problem: Problem, scalars: Scalars
+) -> Callable[[Tensor, Tensor, Tensor, Extras], tuple[Tensor, Tensor]]:
+    """The forward of all calls of one signature."""
+    run = Planned(FORWARD, functools.partial(program_of, problem, scalars))
+    return lambda q, k, v, extras: run((q, k, v, *extras.tensors))
 
-    def __init__(self, problem: Problem, scalars: Scalars) -> None:
-        self.problem = problem
-        self.scalars = scalars
-        self.split_size = default_split_size(problem.group)
-        self.step: DecodeStep | None = None
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> tuple[Tensor, Tensor]:
-        cached = Cached(q, k, v, None, extras, self.scalars, self.split_size, entry=self)
-        found = None if self.step is None else self.step(cached.tensors, None)
-        if found is not None:
-            return found
-        out, lse = empty_out(self.problem, q)
-        self.step = decode_launch.forward(cached, out, lse)
-        return out, lse
+def program_of(
+    problem: Problem, scalars: Scalars, q: Any, k: Any, v: Any, **tensors: Any
+) -> Program:
+    """The launches of a decode step without pages, of operands."""
+    extras, work = Extras(**tensors), Workspace(q.device)
+    cached = Cached(q, k, v, None, extras, scalars, default_split_size(problem.group))
+    outputs = outputs_of(problem, q)
+    shown = problem._replace(align="bottom_right")  # the same, as there is no band otherwise
+    launches = launches_of(cached, shown, *outputs, work)
+    return Program(names_of(FORWARD, 3 + len(extras.tensors)), launches, work, outputs)

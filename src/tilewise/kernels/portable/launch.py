@@ -59,11 +59,16 @@ def forward_program(
 ) -> Program:
     """The forward's one launch, of operands; on a GPU of `arch` if that is given."""
     extras = Extras(**tensors)
-    results = empty_out(problem, q.new("meta"))
-    out, lse = (operand_of(name, x, q.device) for name, x in zip(("out", "lse"), results))
+    out, lse = outputs_of(problem, q)
     plan = plan_forward(problem, scalars, extras, q=q, k=k, v=v, out=out, lse=lse, arch=arch)
     names = names_of(FORWARD, 3 + len(extras.tensors))
     return Program(names, [plan.configured()], Workspace(q.device), (out, lse))
+
+
+def outputs_of(problem: Problem, q: Any) -> list[Any]:
+    """`out` and `lse`, as operands."""
+    named = zip(("out", "lse"), empty_out(problem, q.new("meta")))
+    return [operand_of(name, x, q.device) for name, x in named]
 
 
 def backward_program(problem: Problem, scalars: Scalars, arch: str = "", **tensors: Any) -> Program:

@@ -75,11 +75,16 @@ class Plan(NamedTuple):
         """The launch in a configuration, by default that of the tables."""
         config = config or self.config()
         tile = self.tile(config)
-        options = dict(num_warps=config.num_warps, num_stages=config.num_stages)
-        # The exponent's cost counts on fused multiply-adds; Triton 3.10 turns them off
-        options |= dict(enable_fp_fusion=True)
+        options = options_of(config.num_warps, config.num_stages)
         constants = dict(FEATURES=features_of(self.problem), TILE=tile)
         return checked(Launch(self.kernel, self.programs(tile), self.args, constants, options))
+
+
+def options_of(warps: int, stages: int, is_fused: bool = True) -> dict[str, Any]:
+    """How a kernel is compiled; `is_fused`: whether a product and a sum are rounded once. The
+    exponent's cost counts on that, and Triton 3.10 turns it off.
+    """
+    return dict(num_warps=warps, num_stages=stages, enable_fp_fusion=is_fused)
 
 
 def padded_headdims(problem: Problem) -> tuple[int, int]:

@@ -4,18 +4,24 @@ kernels.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from ...tile.rotary import Rotary
-from ..common.quantized import FP8, Lengths, Quantized, Scales, empty_values
-from ..common.relaunch import Launches, addresses_of, distinct_views
-from .decode_launch import run
-from .quantize_launches import plans_of, sides_of, transposing
-from .quantize_memory import Given, Room, addresses_in, make, memory_in, room_of, tensors_of
+from ..common.operand import operand_of
+from ..common.program import Planned, Program
+from ..common.quantized import FP8, TWO_LEVELS, Lengths, Quantized, Scales, empty_values
+from ..common.workspace import Workspace
+from .quantize_launches import DTYPES, launches_of, sides_of, transposing
+from .quantize_memory import memory_of
 
 Tensor = torch.Tensor
+SCALES = ("q_scale", "k_scale", "v_scale")
+FIELDS = ("q", "k", "v", *SCALES, *Lengths._fields, "cos", "sin")
+OF_VALUES = ("v", "seqused_k", "cu_seqlens_k")
 
 
 def quantize(
@@ -23,7 +29,7 @@ def quantize(
     k: Tensor,
     v: Tensor,
     steps: Any,
-    scales: Given,
+    scales: Sequence[Tensor | None],
     of: Lengths,
     rotary: Rotary | None = None,
 ) -> Quantized:
@@ -40,49 +46,63 @@ def transposed_values(v: Tensor, seqused_k: Tensor | None, cu_seqlens_k: Tensor 
     return prepare_transposed()(v, seqused_k, cu_seqlens_k)
 
 
-class Quantizing(Launches):
+def prepare_quantize(steps: Any) -> Callable[..., Quantized]:
     """`quantize` of one signature."""
+    programs = [
+        Planned(FIELDS, functools.partial(quantize_program, steps, is_interleaved))
+        for is_interleaved in (False, True)
+    ]
 
-    def __init__(self, steps: Any) -> None:
-        super().__init__()
-        self.steps = steps
-        self.room: Room | None = None
+    def quantized(q, k, v, scales, of: Lengths, rotary: Rotary | None) -> Quantized:
+        cos, sin, is_interleaved = (None, None, False) if rotary is None else rotary
+        tensors = [x if x.dtype in DTYPES else x.float() for x in (q, k, v)]
+        tensors += (*scales, *of, cos, sin)
+        *codes, q_scale, k_scale, v_scale, k_mean, v_mean, drift = programs[is_interleaved](tensors)
+        q8, k8, v_t = (x if x.dtype == FP8 else x.view(FP8) for x in codes)
+        made = zip((q_scale, k_scale, v_scale), scales)
+        every = Scales._make([x if given is None else given for x, given in made])
+        return Quantized(q8, k8, v_t, every, k_mean, v_mean, drift)
 
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, scales: Given, of: Lengths, rotary: Rotary | None
-    ) -> Quantized:
-        starts = of.cu_seqlens_q, of.cu_seqlens_k, of.cu_seqlens_k
-        room = self.room
-        if room is None:
-            sides = sides_of(q, k, self.steps)
-            room = self.room = room_of((q, k, v), sides, starts, scales)
-        made = make(room, (q, k, v), starts)
-        tables = (None, None) if rotary is None else rotary[:2]
-        read = q, k, v, *scales, *of, *tables
-        if not self.again_at(addresses_of(read) + addresses_in(room, made)):
-            sides, memory = sides_of(q, k, self.steps), memory_in(room, made)
-            written = [x for one in memory for x in tensors_of(one)]
-            views = distinct_views(read)
-            inputs, given, lengths = views[:3], views[3:6], Lengths(*views[6:10])
-            turns = None if rotary is None else rotary._replace(cos=views[10], sin=views[11])
-            plans = plans_of(inputs, sides, given, lengths, turns, memory)
-            self.record([run(plan, q.device) for plan in plans], (*views, *written), q)
-        q8, k8, v_t = (x if x.dtype == FP8 else x.view(FP8) for x in made.outs)
-        found = Scales(*(x if one is None else one for x, one in zip(made.scales, scales)))
-        drift = made.words[0] if room.drifts and made.words is not None else None
-        return Quantized(q8, k8, v_t, found, *made.means[1:], drift)
+    return quantized
 
 
-class Transposing(Launches):
+def quantize_program(steps: Any, is_interleaved: bool, **operands: Any) -> Program:
+    """The program of a call, of operands. Its outputs are the codes, the scales, of k and v the
+    means, and how far v drifts.
+    """
+    tensors = q, k, v = [operands[name] for name in "qkv"]
+    lengths = Lengths(**{name: operands[name] for name in Lengths._fields})
+    cos, sin = operands["cos"], operands["sin"]
+    rotary = None if cos is None else Rotary(cos, sin, is_interleaved)
+    scales = [operands[name] for name in SCALES]
+    sides, work = sides_of(q, k, steps), Workspace(q.device)
+    starts = lengths.cu_seqlens_q, lengths.cu_seqlens_k, lengths.cu_seqlens_k
+    drifts = sides[2].smooths and v.shape[3] > TWO_LEVELS
+    memory = [
+        memory_of(x, side, of, scale=scale, nheads_k=k.shape[2], drifts=drifts, work=work)
+        for x, side, of, scale in zip(tensors, sides, starts, scales)
+    ]
+    launches = launches_of(tensors, sides, scales, lengths, rotary, memory)
+    codes, found, (_, *means) = zip(*(x.outputs for x in memory))
+    return Program(FIELDS, launches, work, (*codes, *found, *means, memory[2].drift))
+
+
+def prepare_transposed() -> Callable[..., Tensor]:
     """`transposed_values` of one signature."""
+    run = Planned(OF_VALUES, transposed_program)
 
-    def __call__(self, v: Tensor, seqused_k: Tensor | None, cu_seqlens_k: Tensor | None) -> Tensor:
-        v_t = empty_values(v, cu_seqlens_k)
-        if not self.again((v, seqused_k, cu_seqlens_k, v_t)):
-            views = distinct_views((v.view(torch.uint8), seqused_k, cu_seqlens_k))
-            launched = [run(plan, v.device) for plan in transposing(*views, v_t)]
-            self.record(launched, (*views, v_t), v)
+    def transposed(v: Tensor, seqused_k: Tensor | None, cu_seqlens_k: Tensor | None) -> Tensor:
+        (v_t,) = run((v, seqused_k, cu_seqlens_k))
         return v_t.view(FP8)
 
+    return transposed
 
-prepare_quantize, prepare_transposed = Quantizing, Transposing
+
+def transposed_program(v: Any, seqused_k: Any, cu_seqlens_k: Any) -> Program:
+    """The launch that writes V^T, of bits."""
+    starts = None if cu_seqlens_k is None else cu_seqlens_k.new("meta")
+    is_cleared = starts is not None and len(starts) == 1
+    bits = empty_values(v.new("meta"), starts)
+    v_t = operand_of("v_t", bits, v.device, is_cleared)
+    launches = transposing(v.view(torch.uint8), seqused_k, cu_seqlens_k, v_t)
+    return Program(OF_VALUES, launches, Workspace(v.device), (v_t,))

@@ -11,12 +11,13 @@ import triton
 from ...tile.rotary import Rotary
 from ...tile.types import Strided
 from ..common.arguments import strided
+from ..common.program import Launch, checked
 from ..common.quantized import EVERY, Lengths
-from .decode_launch import SplitPlan
 from .fp8_launch import of_head
 from .hadamard import Rotation, tiles_at_once
+from .plan import options_of
 from .quantize_kernels import quantize_cast_kernel, quantize_loss_kernel, transpose_values_kernel
-from .quantize_memory import Given, Memory, Side, count_of, is_sampled
+from .quantize_memory import Memory, Side, count_of, is_sampled, written_in
 from .quantize_rows import ROWS, WARPS, Form, Operand, RowBlocks, Tables, chunks_of
 from .quantize_statistics import quantize_means_kernel, quantize_statistics_kernel, shares_of
 
@@ -41,14 +42,14 @@ class Part(NamedTuple):
     form: Form
 
 
-def plans_of(
+def launches_of(
     tensors: Sequence[Any],
     sides: Sequence[Side],
-    scales: Given,
+    scales: Sequence[Any],
     of: Lengths,
     rotary: Rotary | None,
     memory: Sequence[Memory],
-) -> list[SplitPlan]:
+) -> list[Launch]:
     """The launches of a call."""
     q, k, v = tensors
     of_q = row_blocks(q, of.cu_seqlens_q, of.seqused_q)
@@ -65,48 +66,58 @@ def plans_of(
     return [x for x in launches if x.programs]
 
 
-def statistics_of(*parts: Part) -> list[SplitPlan]:
+def statistics_of(*parts: Part) -> list[Launch]:
     """Sums, extremes and maxima of blocks."""
     asked = [x for x in parts if x.operand.mean is not None or x.operand.largest is not None]
     blocks = EVERY if all(x.form.IS_SAMPLED for x in asked) else 1
     return launch(quantize_statistics_kernel, asked, blocks, warps_of(asked))
 
 
-def means_of(*parts: Part) -> list[SplitPlan]:
+def means_of(*parts: Part) -> list[Launch]:
     """Means, and the largest magnitudes without them."""
     smooth = [x for x in parts if x.operand.mean is not None]
     programs = sum(
         x.operand.blocks.sequences * x.operand.blocks.nheads * shares_of(x.form.ROTATION.D)
         for x in smooth
     )
-    return [SplitPlan(quantize_means_kernel, programs, *pair(smooth), WIDE, STAGES)]
+    args, forms = pair(smooth)
+    return [launch_of(quantize_means_kernel, programs, args, forms, WIDE)]
 
 
-def cast_of(*parts: Part) -> list[SplitPlan]:
+def cast_of(*parts: Part) -> list[Launch]:
     """Codes, or V^T."""
     return launch(quantize_cast_kernel, parts, 1, warps_of_products(parts), IS_AGAIN=False)
 
 
-def recast_of(*parts: Part) -> list[SplitPlan]:
+def recast_of(*parts: Part) -> list[Launch]:
     """Codes where a scale had no room."""
     sampled = [x for x in parts if x.operand.beyond is not None]
     warps = warps_of_products(sampled)
     return launch(quantize_cast_kernel, sampled, EVERY, warps, IS_AGAIN=True)
 
 
-def loss_of(v: Part, drift: Tensor | None) -> list[SplitPlan]:
+def loss_of(v: Part, drift: Any) -> list[Launch]:
     """What rounding took from V, added to its mean; and how far V drifts."""
     if v.operand.rounding.lost is None:
         return []
     headdim, blocks = v.form.ROTATION.D, v.operand.blocks
     columns = dict(D=headdim, BLOCK_D=triton.next_power_of_2(headdim))
-    programs, args = blocks.sequences * blocks.nheads, (v.operand, drift)
-    return [SplitPlan(quantize_loss_kernel, programs, args, columns, WIDE, STAGES)]
+    bits = None if drift is None else drift.view(torch.int32)
+    programs, args = blocks.sequences * blocks.nheads, dict(v=v.operand, drift=bits)
+    return [launch_of(quantize_loss_kernel, programs, args, columns, WIDE)]
+
+
+def launch_of(
+    kernel: Any, programs: int, args: dict[str, Any], constants: dict[str, Any], warps: int
+) -> Launch:
+    """A launch of so many programs."""
+    options = options_of(warps, STAGES)
+    return checked(Launch(kernel, programs, args, constants, options))
 
 
 def launch(
     kernel: Any, parts: Sequence[Part], blocks: int, warps: int, **constants: bool
-) -> list[SplitPlan]:
+) -> list[Launch]:
     """The launch of parts with so many blocks of rows per program."""
     programs = 0
     for operand, form in parts:
@@ -115,7 +126,7 @@ def launch(
         programs += groups * operand.blocks.nheads * chunks
     args, forms = pair(parts)
     constants = forms | dict(BLOCKS=blocks) | constants
-    return [SplitPlan(kernel, programs, args, constants, warps, STAGES)]
+    return [launch_of(kernel, programs, args, constants, warps)]
 
 
 def groups_of(rows: RowBlocks, count: int, blocks: int) -> int:
@@ -125,10 +136,10 @@ def groups_of(rows: RowBlocks, count: int, blocks: int) -> int:
     return rows.sequences * triton.cdiv(max(triton.cdiv(rows.seqlen, ROWS.value), 1), blocks)
 
 
-def pair(parts: Sequence[Part]) -> tuple[tuple, dict[str, Any]]:
+def pair(parts: Sequence[Part]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Two parts as kernels take them, or one and none."""
     (a, of_a), (b, of_b) = [*parts, (None, None), (None, None)][:2]
-    return (a, b), dict(OF_A=of_a, OF_B=of_b)
+    return dict(a=a, b=b), dict(OF_A=of_a, OF_B=of_b)
 
 
 def warps_of(parts: Sequence[Part]) -> int:
@@ -156,7 +167,6 @@ def part_of(
     into: Memory,
 ) -> Part:
     """q, k or v as kernels take it."""
-    x = x if x.dtype in DTYPES else x.float()
     x = x if x.stride(3) == 1 else x.contiguous()
     headdim = x.shape[3]
     mixed = headdim & -headdim if side.rotates else 0
@@ -169,7 +179,7 @@ def part_of(
     count = count_of(x, blocks.cu_seqlens)
     mean, reach = (None if t is None else of_head(t) for t in (into.mean, into.reach))
     scale = of_head(into.scale if scale is None else scale)
-    out = _of_values(into.out) if side.transposes else strided(into.out)
+    out = _of_values(written_in(into.out)) if side.transposes else strided(written_in(into.out))
     given = strided(x), blocks, tables, keys, count, headdim, mean, into.statistics, reach
     operand = Operand(*given, into.largest, into.beyond, scale, into.rounding, out)
     return Part(operand, form)
@@ -177,15 +187,15 @@ def part_of(
 
 def transposing(
     v: Any, seqused_k: Tensor | None, cu_seqlens_k: Tensor | None, v_t: Tensor
-) -> list[SplitPlan]:
+) -> list[Launch]:
     """The launch that writes V^T, of bits."""
     v = v if v.stride(3) == 1 else v.contiguous()
     blocks = row_blocks(v, cu_seqlens_k, seqused_k)
-    programs, args = count_of(v, cu_seqlens_k) * v.shape[2], (strided(v), _of_values(v_t), blocks)
+    programs = count_of(v, cu_seqlens_k) * v.shape[2]
     if not (programs and blocks.sequences):
         return []
-    of_v = args, dict(D=v.shape[3]), WIDE, STAGES
-    return [SplitPlan(transpose_values_kernel, programs, *of_v)]
+    args = dict(v=strided(v), v_t=_of_values(v_t), blocks=blocks)
+    return [launch_of(transpose_values_kernel, programs, args, dict(D=v.shape[3]), WIDE)]
 
 
 class Turns(NamedTuple):
