@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import ArgumentError
-from ..kernels.common.cached import TENSORS, AppendedCall
+from ..kernels.common.cached import AppendedCall
 from ..ops import append as append_ops
 from ..tile.rotary import Rotary, rotate
 from .append import check_call, check_tables
@@ -38,17 +38,22 @@ def append_new(call: AppendedCall, used: Tensor | None, is_kept: bool) -> Append
     check_no_grad(("q", call.q))
     if call.leftpad is not None and used is not None:
         _check_leftpad(call.leftpad, used)
-    views = call.views() if is_kept else call
-    prologue, step = append_ops.prepare(views, is_kept)
+    prologue, step = append_ops.prepare(call, is_kept)
     rotated = None if prologue.rotated is None else prologue.rotated.ptr
     q, table = call.q if rotated is None else rotated, prologue.table
     appended = Appended(q, prologue.used, call.page_table if table is None else table)
     if step is None:
         return appended
-    q, table = views.q if rotated is None else rotated, views.page_table if table is None else table
-    row = *views[:TENSORS], *prologue.parts
-    reads = [q, views.k_cache, views.v_cache, table, prologue.used, *views[5:11]]
-    return appended._replace(keep=lambda decode: step.before(decode, row, reads))
+    pages = "table" if call.rows is None else "rows"
+    reads = [
+        "q" if rotated is None else "rotated",
+        "k_cache",
+        "v_cache",
+        pages if table is None else "padded_table",
+        "used",
+        *AppendedCall._fields[5:11],
+    ]
+    return appended._replace(keep=lambda decode: step.before(decode, reads))
 
 
 def append_apart(call: AppendedCall, used: Tensor | None) -> Appended:

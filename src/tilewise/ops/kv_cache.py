@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from .. import dispatch
 from ..features import OPERATORS, schema_of
 from ..kernels.common.alignment import ALIGNMENT, check_elements
-from ..kernels.common.cached import OUT, READ_NAMES, Cached, lse_shape
+from ..kernels.common.cached import OUT, Cached, lse_shape
 from ..kernels.common.outputs import fill_padding, has_no_sequence
 from ..kernels.common.shared_memory import check_apart, check_written
 from ..mods.flatten import check_captured

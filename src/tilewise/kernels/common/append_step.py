@@ -58,13 +58,11 @@ class AppendStep:
         """Whether it could be launched by the addresses of tensors and parts."""
         return self.overlaps_of(row) == self.overlaps and self.program.again_at(row)
 
-    def before(
-        self, decode: Any, row: Sequence[Tensor | None], reads: Sequence[Tensor | None]
-    ) -> Any:
-        """A decode step that launches this first. `row` are the tensors of the call and the parts,
-        `reads` those of them that the decode step takes, in its order.
+    def before(self, decode: Any, reads: Sequence[str]) -> Any:
+        """A decode step that launches this first. `reads` are the names of what the decode step
+        takes, in its order, as far as it is there.
         """
-        places = {id(x): n for n, x in enumerate(x for x in row if x is not None)}
-        self.reads = operator.itemgetter(*[places[id(x)] for x in reads if x is not None])
+        places = {name: place for place, name in enumerate(self.program.names)}
+        self.reads = operator.itemgetter(*[places[name] for name in reads if name in places])
         decode.append = self
         return decode

@@ -186,11 +186,6 @@ class AppendedCall(NamedTuple):
             v_descale=self.v_descale,
         )
 
-    def views(self) -> AppendedCall:
-        """Tensors of which no two are one object."""
-        tensors = [x if x is None else x.detach() for x in self[:TENSORS]]
-        return AppendedCall._make([*tensors, *self[TENSORS:]])
-
 
 TENSORS = 19  # of an `AppendedCall`
 

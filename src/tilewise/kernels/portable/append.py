@@ -48,12 +48,6 @@ class Prologue(NamedTuple):
     rows: Any  # int32 (batch,), the row of the cache of each padded sequence, or None
     table: Any  # int32 (batch, seqlen_k), written: pages of one row of padded sequences; or None
 
-    @property
-    def parts(self) -> list:
-        """Tensors that are written, in one memory."""
-        rotated = None if self.rotated is None else self.rotated.ptr
-        return [x for x in (self.used, rotated, self.table) if x is not None]
-
 
 class Widths(NamedTuple):
     """Heads and dims, and those padded to powers of two."""
