@@ -130,7 +130,7 @@ def _backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, softmax_scale, causal
         more["extras"] = Extras(**_starts(options))
         more["is_long"] = is_long(options["max_seqlen_q"])
     saved = Saved(_in_rows(dout), None, *given)
-    found = gradients_of(spec, saved, "bottom_right", *spec.sides, rounds=True, **more)
+    found = gradients_of(spec, saved, band=spec.band, rounds=True, **more)
     for x, gradient in zip(written, found[:3]):
         x.copy_(gradient)
 

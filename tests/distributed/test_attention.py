@@ -13,7 +13,7 @@ from helpers.tiers import sample
 import tilewise
 import tilewise.distributed as td
 from tilewise.distributed.api.attention import NOT_SERVED
-from tilewise.distributed.layouts.work import keys_of
+from tilewise.distributed.layouts.work import Band, keys_of
 from tilewise.distributed.transport.arena import arena_of
 from tilewise.errors import ArgumentError
 
@@ -93,7 +93,7 @@ def moved(rank):
         arena = arena_of(group, q.device)
         before = arena.pulled
         td.attention(*map(layout.shard, (q, k, v)), layout=layout, window=window, method="stream")
-        seen = sum(b - a for a, b in keys_of(layout.spans, *window))
+        seen = sum(b - a for a, b in keys_of(layout.spans, Band(*window)))
         assert arena.pulled - before == 2 * (seen - layout.tokens) * 2 * 16 * 4
         runs = len(layout.runs[rank])
         assert seen - layout.tokens <= runs * window[0]

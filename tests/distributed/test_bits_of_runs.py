@@ -6,13 +6,14 @@ import itertools
 
 import pytest
 import torch
+from helpers.call_specs import spec_of
 from helpers.parts import Parts
 from helpers.tiers import sample_rows
 
 import tilewise
 import tilewise.distributed as td
-from tilewise.distributed.methods import packed_runs, rows
-from tilewise.distributed.methods.call_spec import CallSpec, check
+from tilewise.distributed.methods import packed_runs, rows, run_calls
+from tilewise.distributed.methods.call_spec import check
 from tilewise.distributed.methods.stream import by_runs
 from tilewise.distributed.transport.halves import Arena
 from tilewise.distributed.transport.memory import Files
@@ -80,22 +81,22 @@ def test_the_bits_of_a_run(name, kind):
         total = [torch.zeros(k.shape), torch.zeros(v.shape)]
         for rank in range(RANKS):
             mine = layout.at(rank)
-            spec = CallSpec(mine, **options)
+            spec = spec_of(mine, **options)
             local = [mine.shard(x) for x in (q, k, v, dout)]
             spec = check(spec, *local[:3])
-            keys = rows.Keys(k, v, arena, (None,) * len(mine.spans))
+            keys = rows.PulledKeys(k, v, arena, marks=(None,) * len(mine.spans))
             backend = rows.backend_of_runs(spec, *local[:3])
             assert backend == "hopper"
             way = by_runs(spec, local[0])
             if name != "full":  # of which as many keys may be copied as are too many
                 assert (way is packed_runs) == (len(mine.spans) > 2 and name not in LOOPS)
-            found = way.attend(spec, local[0], keys, backend)
+            found = way.attend(spec._replace(backend=backend), local[0], keys)
             assert torch.equal(found[0], mine.shard(out)), f"out of rank {rank}"
             assert torch.equal(found[1], mine.shard(lse, 2)), f"lse of rank {rank}"
             if name in ("causal", "window", "documents", "full"):
                 saved = Saved(local[3], None, local[0], k, v, *found)
                 parts = Parts()
-                way.gradients(spec, saved, keys, parts)
+                way.gradients(spec, saved, keys, add_key_grads=parts)
                 assert all(x.dtype == torch.float32 for x in parts.given)
                 for whole, part in zip(total, parts.whole(SEQLEN)):
                     whole += part
@@ -114,7 +115,7 @@ def test_the_bits_of_a_run(name, kind):
 def test_cpus_promise_no_bits_of_runs():
     q, k, v, _, options, _ = made()
     layout = td.zigzag(SEQLEN, RANKS)
-    spec = check(CallSpec(layout, **options), *(layout.shard(x) for x in (q, k, v)))
+    spec = check(spec_of(layout, **options), *(layout.shard(x) for x in (q, k, v)))
     assert rows.backend_of_runs(spec, q, k, v) is None
 
 
@@ -122,8 +123,8 @@ def test_pieces_begin_at_a_block_of_the_sequence():
     layout = td.from_positions([torch.arange(500, 900), torch.arange(500)], RANKS).packed(
         (0, 37, 900)
     )
-    spec = CallSpec(layout, causal=True, window=(100, 0))
+    spec = spec_of(layout, causal=True, window=(100, 0))
     (span,) = layout.spans
-    piece = rows.piece_of(spec, span)
-    assert (piece.keys.start - 37) % rows.BLOCK == 0
-    assert 400 - rows.BLOCK < piece.keys.start <= 400 and piece.keys.stop == 900
+    piece = run_calls.run_call(spec, span)
+    assert (piece.keys.start - 37) % run_calls.BLOCK == 0
+    assert 400 - run_calls.BLOCK < piece.keys.start <= 400 and piece.keys.stop == 900

@@ -9,15 +9,14 @@ import tilewise.distributed as td
 from tilewise.distributed.methods import one_launch
 from tilewise.distributed.methods.call_spec import CallSpec
 from tilewise.distributed.transport.copies import (
-    Group,
-    Kind,
+    Blocks,
     bytes_at,
     copy_one_by_one,
     in_rows,
     kind_of,
-    strides_of,
+    places_of,
 )
-from tilewise.distributed.transport.head_copies import to_heads, to_rows
+from tilewise.distributed.transport.copy_lists import heads_to_rows, rows_to_heads
 
 RANKS = 3
 
@@ -32,7 +31,7 @@ def layouts(seed):
 
 def pulled(pieces, rooms, targets):
     for rank, start, target, at, nbytes in pieces:
-        into = bytes_at(targets[target], at, nbytes, 1, nbytes)
+        into = bytes_at(targets[target], at, pitch=nbytes, rows=1, width=nbytes)
         into.copy_(rooms[rank][None, start : start + nbytes])
 
 
@@ -53,7 +52,7 @@ def test_keys_in_groups_of_heads(seed, headdim_v):
         # Rows of a larger tensor, as of q, k and v that are projected together
         given = [torch.cat((mine.shard(x), mine.shard(x)), 2)[:, :, 4:] for x in whole]
         assert all(in_rows(x) is x for x in given)
-        copies = one_launch.copies_of(mine, CallSpec(mine), count, tuple(given))
+        copies = one_launch.copies_of(CallSpec(mine), *given, count=count)
         buffers = 1 if headdim_v == 16 else 2
         widths = [32] if buffers == 1 else [16, headdim_v]
         found = [torch.full((count, layout.seqlen, 4 // count * n), torch.nan) for n in widths]
@@ -62,9 +61,11 @@ def test_keys_in_groups_of_heads(seed, headdim_v):
             copy_one_by_one(copies.rows, given, [rooms[-1], *found])
             all_copies.append((copies, found))
     for copies, found in all_copies:
-        pulled(copies.pieces, rooms, found)
-        assert len(copies.pieces) % (count * len(found)) == 0
-        assert copies.ranks[:: len(found)] == copies.ranks[len(found) - 1 :: len(found)]
+        pieces = [x for part in copies.pieces for x in part]
+        pulled(pieces, rooms, found)
+        assert len(copies.pieces) == count and len(pieces) % (count * len(found)) == 0
+        ranks = [x.rank for x in pieces]
+        assert ranks[:: len(found)] == ranks[len(found) - 1 :: len(found)]
         if len(found) == 1:
             found = found[0].unflatten(2, (2, -1)).unbind(2)
         for x, y in zip(found, whole):
@@ -75,7 +76,7 @@ def test_keys_in_groups_of_heads(seed, headdim_v):
 @pytest.mark.parametrize("seed", range(8))
 def test_rows_to_heads_and_back(seed):
     layout, batch, each = layouts(seed), 1 + seed % 2, 2 + seed % 3
-    groups = Group(0, 1), Group(1, each - 1)
+    groups = range(1), range(1, each)
     seqlen, heads = layout.seqlen, each * RANKS
     k = torch.randn(batch, seqlen, heads, 8)
     q = torch.randn(batch, seqlen, 2 * heads, 8).double()
@@ -83,18 +84,15 @@ def test_rows_to_heads_and_back(seed):
     kinds = (
         kind_of(k)._replace(heads=each),
         kind_of(q)._replace(heads=2 * each),
-        Kind(2 * each, 4, by_head=True),
+        kind_of(lse)._replace(heads=2 * each),
     )
     there, rooms = [], []
     for rank in range(RANKS):
         mine = layout.at(rank)
         given = mine.shard(k), mine.shard(q), mine.shard(lse, 2).contiguous()
-        of_lse = given[2].stride(0) * 4, 4, given[2].stride(1) * 4
-        strides = strides_of(given[0]), strides_of(given[1]), of_lse
-        copies = to_heads(mine, kinds, strides, batch, groups)
-        found = [
-            torch.empty(n // x.itemsize, dtype=x.dtype) for n, x in zip(copies.found.sizes, given)
-        ]
+        copies = rows_to_heads(mine, kinds, sources=places_of(given), batch=batch, groups=groups)
+        whole = Blocks(kinds, groups, batch=batch, tokens=seqlen)
+        found = [torch.empty(n // x.itemsize, dtype=x.dtype) for n, x in zip(whole.sizes, given)]
         rooms.append(room(copies.nbytes))
         if mine.tokens:
             copy_one_by_one(copies.rows, given, [rooms[-1], *found])
@@ -104,9 +102,9 @@ def test_rows_to_heads_and_back(seed):
         for number, group in enumerate(groups):
             pulled(copies.pieces[number], rooms, found)
             for kind, (x, y) in enumerate(zip(found, (k, q, lse))):
-                width = copies.found.width(kind, group)
-                first = rank * kinds[kind].heads + copies.found.first(kind, group)
-                start = copies.found.place(kind, group, 0).start // x.itemsize
+                width = whole.width(kind, group)
+                first = rank * kinds[kind].heads + whole.first(kind, group)
+                start = whole.place(kind, group).start // x.itemsize
                 dim = 1 if kind == 2 else 2
                 expected = y.narrow(dim, first, width)
                 view = x[start : start + expected.numel()].view(expected.shape)
@@ -122,14 +120,15 @@ def test_rows_to_heads_and_back(seed):
     for number, group in enumerate(groups):
         back, rooms = [], []
         for rank in range(RANKS):
-            copies = to_rows(layout.at(rank), kinds, batch, groups, group)
+            mine = layout.at(rank)
+            copies = heads_to_rows(mine, kinds, batch=batch, groups=groups, group=group)
             rooms.append(room(copies.nbytes))
             mine = by_heads[number][3 * rank : 3 * rank + 3]
             copy_one_by_one(copies.rows, mine, [rooms[-1], *results[rank]])
             back.append(copies)
         for rank, copies in enumerate(back):
-            memory = room(copies.pulled)
-            pulled(copies.pieces, rooms, [memory])
+            memory = room(copies.placed_nbytes)
+            pulled(copies.pieces[0], rooms, [memory])
             copy_one_by_one(copies.placed, [memory], results[rank])
     for rank in range(RANKS):
         mine = layout.at(rank)

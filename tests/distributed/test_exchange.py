@@ -22,14 +22,14 @@ class Here(Arena):
 
 
 def test_views_are_kept_until_the_memory_grows():
-    arena, x = Here(), torch.randn(1, 4, 3, 8)
+    arena, x = Here(), torch.randn(4, 3, 8)
     published = Published(arena, [x], [4])
     arena.publish(published.nbytes, "")
     published.view(0, 0).copy_(x)
-    rows = published.pull(0, 0, 1, 3)
+    rows = published.pull(0, 0, start=1, stop=3)
     again = Published(arena, [x + 1], [4])
-    assert again.pull(0, 0, 1, 3) is rows and torch.equal(rows, x[0, 1:3])
+    assert again.pull(0, 0, start=1, stop=3) is rows and torch.equal(rows, x[1:3])
     arena.half = 1 - arena.half
-    assert again.pull(0, 0, 1, 3).data_ptr() != rows.data_ptr()
+    assert again.pull(0, 0, start=1, stop=3).data_ptr() != rows.data_ptr()
     arena.publish(1 << 20, "")
     assert not arena.views

@@ -88,7 +88,7 @@ def test_groups_have_work_for_a_gpu(nheads_k, batch, expected):
     spec = CallSpec(layout)
     groups = heads.groups_of(spec, q, k, k)
     assert len(groups) == expected
-    assert sum(x.size for x in groups) == nheads_k // 2
+    assert sum(map(len, groups)) == nheads_k // 2
     short = CallSpec(td.zigzag(2048, 2))
     assert len(heads.groups_of(short, q[:1], k[:1], k[:1])) == 1
     odd = k[..., :3].bfloat16()  # a head of 6 bytes

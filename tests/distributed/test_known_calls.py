@@ -85,7 +85,7 @@ def gpu(monkeypatch):
             constants=(),
         )
 
-    def whole(spec, q, k, v, slice_of_heads):
+    def whole(spec, q, k, v):
         counts["attention"] += 1
         problem = SimpleNamespace(headdim_v=v.shape[3])
         return empty_out(problem, q)
@@ -110,14 +110,14 @@ def gpu(monkeypatch):
         cached.cache_clear()
     for name in ("check", "choose"):
         counted(attention_module_of(), name)
-    counted(one_launch, "prepared")
-    counted(heads, "to_heads")
+    counted(one_launch, "PreparedLaunch")
+    counted(heads, "rows_to_heads")
     pads = [torch.zeros(PAD, dtype=torch.uint8) for _ in range(2)]
     barrier = DeviceBarrier(Host(), CPU, pads, None)
     barrier.signals._launch = Launched(CPU)
     arena = DeviceArena(barrier, Blocks(), CPU)
     arena.has_streams, arena.side = True, SimpleNamespace(cuda_stream=9)
-    arena.begun, arena.events = Event(), [Event() for _ in range(EVENTS)]
+    arena.ready, arena.events = Event(), [Event() for _ in range(EVENTS)]
     arena.write = lambda *given: counts.update(["write"])
     arena.dma = lambda *given: counts.update(["copy"])
     counts.clear()
@@ -192,14 +192,14 @@ def test_another_group_time_out_and_stream(gpu):
     counts.clear()
     arena.limit += 1
     td.attention(*given, **asked)
-    assert counts["prepared"] == 1 and not counts["check"]
+    assert counts["PreparedLaunch"] == 1 and not counts["check"]
     arena.raw = 6
     td.attention(*given, **asked)
-    assert counts["current_stream"] == 1 and counts["prepared"] == 1
+    assert counts["current_stream"] == 1 and counts["PreparedLaunch"] == 1
     arenas._arenas["two ranks", CPU] = other = DeviceArena.__new__(DeviceArena)
     other.__dict__.update(arena.__dict__)
     td.attention(*given, **asked)
-    assert counts["check"] == 1 and counts["prepared"] == 2
+    assert counts["check"] == 1 and counts["PreparedLaunch"] == 2
 
 
 def test_few_calls_are_kept(gpu, monkeypatch):
@@ -217,13 +217,13 @@ def test_marks_are_waited_for_once(gpu):
     arena = arenas._arenas["two ranks", CPU]
     arena.publish(64, "a call")
     counts.clear()
-    first, second = arena.pull_all([(), ()], [])
+    first, second = arena.pull([(), ()], [])
     assert counts["recorded"] == 3 and counts["waited for"] == 1
     arena.arrive(second)
     arena.arrive(first)
     arena.arrive(second)
     assert counts["waited for"] == 2
-    arena.arrive(arena.pull((), []))
+    arena.arrive(*arena.pull([()], []))
     assert counts["waited for"] == 4
 
 

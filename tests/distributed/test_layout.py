@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tilewise.distributed as td
-from tilewise.distributed.layouts.work import Span, pairs
+from tilewise.distributed.layouts.work import Band, Span, pairs
 from tilewise.errors import ArgumentError
 
 LENGTHS = st.integers(0, 90)
@@ -87,7 +87,7 @@ def test_pairs_are_those_counted_one_by_one(data):
         for i in range(start, stop)
         for j in range(first, last)
     )
-    assert pairs(Span(0, start, stop, first, last), left, right) == seen
+    assert pairs(Span(0, start, stop, first, last), Band(left, right)) == seen
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])

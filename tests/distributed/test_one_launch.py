@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.call_specs import spec_of
 from helpers.device_arena import CPU, device_arena
 from helpers.processes import run
 from helpers.tiers import sample, sample_rows
@@ -15,8 +16,9 @@ import tilewise
 import tilewise.distributed as td
 from gluon_emulator.hopper.arrivals import Arrivals
 from gluon_emulator.hopper.machine import Deadlock, HopperError
+from tilewise.distributed.layouts.work import Band
 from tilewise.distributed.methods import one_launch
-from tilewise.distributed.methods.call_spec import CallSpec, check
+from tilewise.distributed.methods.call_spec import check
 from tilewise.distributed.transport import arena as arenas
 from tilewise.distributed.transport import device_barrier
 from tilewise.kernels.common.device_words import ARRIVED, FAILED, LATE, WORDS
@@ -102,25 +104,24 @@ def grouped(x, groups):
 def launched(case, layout, groups, seed, arena=None, deliver=lambda pieces: pieces):
     """The launch on one rank, of keys that are not there but for its own."""
     arena = Here() if arena is None else arena
-    spec = CallSpec(layout, **case.options)
+    spec = spec_of(layout, **case.options)
     q, *local = (layout.shard(x) for x in (case.q, case.k, case.v))
     spec = check(spec, q, *local)
     whole = [grouped(x, groups) for x in (case.k, case.v)]
     found = [torch.zeros_like(x) for x in whole]
-    pulls = one_launch.pieces_of(layout, *spec.sides)
-    for _, _, start, stop in pulls.own:
+    for start, stop in layout.runs[layout.rank]:
         for x, y in zip(found, whole):
             x[:, start:stop] = y[:, start:stop]
     pieces = [
         [(x[group, start:stop], y[group, start:stop]) for x, y in zip(found, whole)]
         for group in range(groups)
-        for _, _, start, stop in pulls.others
+        for _, _, start, stop in one_launch.remote_pulls(layout, spec.band)
     ]
     beside = {}
     if pieces:
         beside = dict(arrivals=Arrivals(arena.words[ARRIVED], deliver(pieces)))
     with use_emulator(seed):
-        return one_launch.launch(arena, spec, q, local, found, **beside)
+        return one_launch.launch(arena, spec, q, *local, pulled=found, **beside)
 
 
 PAIRS = [(name, kind) for name in CASES for kind in LAYOUTS]
@@ -149,8 +150,8 @@ def wrong_waits(monkeypatch):
     def set_to(waits):
         one_launch._forward_of.cache_clear()
 
-        def walk_of(*asked):
-            walk = made(*asked)
+        def walk_of(*asked, **more):
+            walk = made(*asked, **more)
             return walk._replace(waits=tuple(map(waits, walk.waits)))
 
         monkeypatch.setattr(one_launch, "walk_of", walk_of)
@@ -212,7 +213,8 @@ def test_blocks_that_lie_in_two_entries(rank, window, waits):
     docs = 0, 200, 1152
     case = Whole(seqlen=1152, docs=docs, window=(None, window))
     layout = td.contiguous(1152, 3).at(rank).packed(docs)
-    assert one_launch.walk_of(layout, -1, -1 if window is None else window, 2).waits == waits
+    band = Band() if window is None else Band(right=window)
+    assert one_launch.walk_of(layout, band, heads=2).waits == waits
     with use_emulator():
         out, _ = case.one()
     for seed in range(3):
@@ -258,7 +260,7 @@ def test_orders_of_tiles():
     each tile once.
     """
     layout = td.zigzag(4096, 2)
-    walk, scalars = one_launch.walk_of(layout, -1, 0, 1), Scalars(1.0, right=0)
+    walk, scalars = one_launch.walk_of(layout, Band(right=0), heads=1), Scalars(1.0, right=0)
     assert walk.waits == (0,) * 4 + (1,) * 8 + (0,) * 5 and walk.pieces == 1
     tiles = runs_launch.count_tiles(walk, 128)
     table = runs_launch.table_of(walk, scalars, 128, 2, CPU)
@@ -309,12 +311,8 @@ def both(rank):
         assert arena.words[ARRIVED] == arena.pieces and (arena.pieces or layout is not zigzag)
         assert torch.equal(found[0], layout.shard(out))
         assert torch.equal(found[1], layout.shard(lse, 2))
-        pulled = sum(
-            stop - start
-            for *_, start, stop in one_launch.pieces_of(
-                layout, *CallSpec(layout, **case.options).sides
-            ).others
-        )
+        spec = spec_of(layout, **case.options)
+        pulled = sum(stop - start for *_, start, stop in one_launch.remote_pulls(layout, spec.band))
         row = case.k[0, 0].numel() * 2 * case.k.itemsize
         assert arena.pulled - before == pulled * row
 

@@ -5,12 +5,13 @@ import weakref
 
 import pytest
 import torch
+from helpers.call_specs import spec_of
 from helpers.parts import Parts
 
 import tilewise
 import tilewise.distributed as td
 from tilewise.distributed.methods import rows
-from tilewise.distributed.methods.call_spec import CallSpec, check
+from tilewise.distributed.methods.call_spec import check
 from tilewise.distributed.transport.halves import Arena
 from tilewise.distributed.transport.memory import Files
 from tilewise.problem import Saved
@@ -34,9 +35,10 @@ def given(layout, **options):
     ]
     out, lse = torch.cat([x[0] for x in each], 1), torch.cat([x[1] for x in each], 2)
     local = [layout.shard(x) for x in (q, k, v, dout, out)]
-    spec = check(CallSpec(layout, **options), *local[:3])
+    spec = check(spec_of(layout, **options), *local[:3])
     saved = Saved(local[3], None, local[0], k, v, local[4], layout.shard(lse, 2))
-    return spec, saved, rows.Keys(k, v, Arena(Here(), Files()), (None,) * len(layout.spans))
+    marks = (None,) * len(layout.spans)
+    return spec, saved, rows.PulledKeys(k, v, Arena(Here(), Files()), marks=marks)
 
 
 LAYOUTS = {
@@ -53,7 +55,7 @@ def test_sums_of_runs(layout, options):
     def parts_of(layout):
         spec, saved, keys = given(layout, **options)
         parts = Parts()
-        rows.gradients(spec, saved, keys, parts)
+        rows.gradients(spec, saved, keys, add_key_grads=parts)
         return parts.whole(SEQLEN)
 
     found = [parts_of(layout.at(rank)) for rank in range(RANKS)]
@@ -75,5 +77,5 @@ def test_parts_of_many_runs_are_not_there_at_a_time(monkeypatch):
 
     monkeypatch.setattr(rows, "gradients_of", noted)
     spec, saved, keys = given(td.striped(SEQLEN, RANKS, block=4), causal=True)
-    rows.gradients(spec, saved, keys, Parts())
+    rows.gradients(spec, saved, keys, add_key_grads=Parts())
     assert len(most) == 12 and max(most) <= 1

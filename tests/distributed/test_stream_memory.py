@@ -13,6 +13,7 @@ import torch
 from tilewise.distributed.transport import device_arena, stream_memory
 from tilewise.distributed.transport.copies import Piece
 from tilewise.distributed.transport.device_arena import DeviceArena
+from tilewise.distributed.transport.halves import Arena
 from tilewise.kernels.common.device_words import ARRIVED
 
 CPU = torch.device("cpu")
@@ -118,7 +119,7 @@ def test_pieces_are_copied_by_their_addresses(driver, monkeypatch):
     targets = [torch.zeros(64, dtype=torch.uint8), torch.zeros(16, dtype=torch.int32)]
     pieces = [Piece(2, 16, 0, 8, 32), Piece(1, 64, 1, 4, 12), Piece(0, 0, 0, 40, 8)]
     lists = (*pieces, Piece(0, 8, 0, 48, 8)), pieces[:1]
-    assert arena.pull_all(lists, targets, 2) == [1, 2]
+    assert arena.pull(lists, targets, counted=2) == [1, 2]
     assert order == ["follow", 4, 5] and devices == [CPU]
     counts = [[9, arena.arrived, number, 0] for number in (1, 2)]
     assert given.cuStreamWriteValue32_v2.calls == counts
@@ -129,5 +130,6 @@ def test_pieces_are_copied_by_their_addresses(driver, monkeypatch):
         assert torch.equal(found, blocks[rank][128 + start : 128 + start + nbytes])
     by_torch, counted = [torch.zeros_like(x) for x in targets], []
     arena.count_piece = lambda: counted.append(1)
-    arena.begin(lists[0], by_torch, 2)
+    arena.copying = contextlib.nullcontext
+    Arena.pull(arena, lists[:1], by_torch, counted=2)
     assert all(torch.equal(x, y) for x, y in zip(targets, by_torch)) and len(counted) == 2

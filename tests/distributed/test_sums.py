@@ -12,8 +12,8 @@ from helpers.processes import run
 from helpers.shards import FEATURES, Case, compare, deals
 
 import tilewise.distributed as td
-from tilewise.distributed.layouts.work import keys_of
-from tilewise.distributed.methods import stream_backward, sums
+from tilewise.distributed.layouts.work import Band, KeyRun, keys_of
+from tilewise.distributed.methods import stream, sum_tables, sums
 from tilewise.distributed.transport import halves
 from tilewise.distributed.transport.arena import arena_of
 from tilewise.distributed.transport.exchange import ALIGN
@@ -31,22 +31,24 @@ LAYOUTS = (
 )
 
 
-SIDES = [(-1, 0), (20, 0), (5, 9), (-1, -1)]
+BANDS = [Band(right=0), Band(20, 0), Band(5, 9), Band()]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda x: x.kind)
-@pytest.mark.parametrize("sides", SIDES)
+@pytest.mark.parametrize("band", BANDS)
 @pytest.mark.parametrize("each", [1, 5, 10000])
-def test_each_row_is_added_once(layout, sides, each):
+def test_each_row_is_added_once(layout, band, each):
     """As shared or as private; the places are those of the same positions on all ranks."""
-    runs = ((0, 0, layout.seqlen // 2), (layout.seqlen // 2, 0, layout.seqlen))
+    half = layout.seqlen // 2
+    runs = KeyRun(0, 0, half), KeyRun(half, 0, layout.seqlen)
     found = [
-        sums.tables_of(x, *sides, each, runs, CPU) for x in map(layout.at, range(layout.ranks))
+        sum_tables.tables_of(layout.at(rank), band, slice_rows=each, runs=runs, device=CPU)
+        for rank in range(layout.ranks)
     ]
     for rank, of in enumerate(found):
         mine = layout.at(rank)
         positions = [torch.arange(a, b) for a, b in (*mine.runs[rank], (0, 0))]
-        places = sums.places_of(runs, layout.seqlen)[torch.cat(positions)]
+        places = sum_tables.places_of(runs, layout.seqlen)[torch.cat(positions)]
         assert torch.cat([of.shared[:, 1], of.private]).sort().values.tolist() == [
             *range(mine.tokens)
         ]
@@ -65,16 +67,16 @@ def test_each_row_is_added_once(layout, sides, each):
 def test_few_slices(counts, each):
     """As few as fit, and of all owners the same share."""
     most = each * len(counts)
-    slices = [sums.slices_of(counts, rank, each) for rank in range(len(counts))]
+    slices = [sum_tables.slices_of(counts, rank, slice_rows=each) for rank in range(len(counts))]
     assert all(len(x) == -(-sum(counts) // most) for x in slices)
     for pieces in zip(*slices):
-        sizes = [stop - first for first, stop, *_ in pieces]
-        assert {rows for *_, rows in pieces} == {sum(sizes)} and 0 < sum(sizes) <= most
-        assert [place for _, _, place, _ in pieces] == [sum(sizes[:r]) for r in range(len(sizes))]
+        sizes = [x.stop - x.first for x in pieces]
+        assert {x.rows for x in pieces} == {sum(sizes)} and 0 < sum(sizes) <= most
+        assert [x.place for x in pieces] == [sum(sizes[:r]) for r in range(len(sizes))]
         assert all(abs(n - m / len(slices[0])) < 2 for n, m in zip(sizes, counts))
     for count, mine in zip(counts, slices):
-        ends = [0, *[stop for _, stop, *_ in mine]]
-        assert [first for first, *_ in mine] == ends[:-1] and ends[-1] == (count if mine else 0)
+        ends = [0, *[x.stop for x in mine]]
+        assert [x.first for x in mine] == ends[:-1] and ends[-1] == (count if mine else 0)
 
 
 @pytest.mark.parametrize("row_bytes", [[512, 512], [512, 96], [4, 12], [0, 0]])
@@ -83,19 +85,20 @@ def test_slices_fit_the_room(row_bytes, room):
     def nbytes(each):
         return sum(-(-each * 4 * n // ALIGN) * ALIGN for n in row_bytes)
 
-    each = sums.most_rows(room, row_bytes, 4)
+    each = sum_tables.most_rows(room, row_bytes, ranks=4)
     assert nbytes(each) <= room or each == 1
     if not any(n % ALIGN for n in row_bytes) and sum(row_bytes):
         assert nbytes(each + 1) > room  # and no smaller than need be: 2 N of 16 bits
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda x: x.kind)
-@pytest.mark.parametrize("sides", SIDES)
-def test_ranks_that_have_a_part(layout, sides):
+@pytest.mark.parametrize("band", BANDS)
+def test_ranks_that_have_a_part(layout, band):
     """A row is shared if a rank sees it that does not have it, and is added of all that see it."""
     positions = torch.cat([torch.arange(a, b) for a, b in (*layout.runs[0], (0, 0))]).tolist()
-    of = sums.tables_of(layout.at(0), *sides, 7, ((0, 0, layout.seqlen),), CPU)
-    seen = [keys_of(layout.at(rank).spans, *sides) for rank in range(layout.ranks)]
+    runs = (KeyRun(0, 0, layout.seqlen),)
+    of = sum_tables.tables_of(layout.at(0), band, slice_rows=7, runs=runs, device=CPU)
+    seen = [keys_of(layout.at(rank).spans, band) for rank in range(layout.ranks)]
     ranks = [
         [r for r, keys in enumerate(seen) if any(a <= x < b for a, b in keys)] for x in positions
     ]
@@ -134,9 +137,9 @@ def sliced(rank):
     found = gradients(td.zigzag(case.seqlen, group), case, causal=True)
     assert all(torch.equal(x, y) for x, y in zip(found, whole))
     assert counted == [2]  # of what is twice as long as K and V of a shard
-    stream_backward.MOST_BYTES = 1
+    stream.MOST_BYTES = 1
     most_rows = sums.most_rows
-    sums.most_rows = lambda *asked: min(20, most_rows(*asked))  # of one head all would fit
+    sums.most_rows = lambda *x, **y: min(20, most_rows(*x, **y))  # of one head all would fit
     layouts = deals(case.seqlen, group)
     for name in ("causal", "sinks", "alibi", "lse and sinks", "documents", "mask_mod", "bf16"):
         case = Case(4, 2, **FEATURES[name])
@@ -153,13 +156,13 @@ def test_slices_and_heads():
 
 def freed(rank):
     """Parts of one group of heads are gone before those of the next are given."""
-    stream_backward.MOST_BYTES = 1
+    stream.MOST_BYTES = 1
     made, begin = [], sums.Sums.begin
 
     def counting(self, dk, dv, runs=()):
         assert not any(x() is not None for x in made)
         made.extend(map(weakref.ref, (dk, dv)))
-        begin(self, dk, dv, runs)
+        begin(self, dk, dv, runs=runs)
 
     sums.Sums.begin = counting
     case = Case(4, 2, causal=True)
@@ -181,7 +184,7 @@ def bounded(rank):
     fp32, with g = 1 key heads at a time; in an arena that does not grow.
     """
     seqlen, nheads, headdim = 16384, 8, 64
-    stream_backward.MOST_BYTES = 1
+    stream.MOST_BYTES = 1
     layout = td.zigzag(seqlen)
     draw = torch.Generator().manual_seed(1)
     shape = 1, layout.tokens, nheads, headdim

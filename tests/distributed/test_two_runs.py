@@ -5,14 +5,16 @@ pulled for each run. In the emulator, over the arena of GPUs without streams.
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.call_specs import spec_of
 from helpers.device_arena import CPU, device_arena
 from helpers.processes import run
 from helpers.tiers import sample
 
 import tilewise
 import tilewise.distributed as td
+from tilewise.distributed.layouts.work import Band
 from tilewise.distributed.methods import packed_runs, rows
-from tilewise.distributed.methods.call_spec import CallSpec, check
+from tilewise.distributed.methods.call_spec import check
 from tilewise.distributed.transport import arena as arenas
 from tilewise.testing import use_emulator
 
@@ -107,17 +109,17 @@ def test_which_backwards_are_packed(layout, options, packs):
     tensors, _, _ = given()
     q, k, v = (layout.shard(x) for x in tensors)
     with use_emulator():
-        spec = check(CallSpec(layout, **options), q, k, v)
+        spec = check(spec_of(layout, **options), q, k, v)
         packing = packed_runs.packing_for(spec, q, k, v)
     assert (packing is not None) == packs
-    spec = check(CallSpec(layout, **options), q, k, v)
+    spec = check(spec_of(layout, **options), q, k, v)
     assert packed_runs.packing_for(spec, q, k, v) is None  # on a CPU
 
 
 def test_keys_of_each_run_go_end_to_end():
     layout = td.zigzag(512, 2)
-    packing = packed_runs.packing_of(layout, -1, 0)
+    packing = packed_runs.packing_of(layout, Band(right=0))
     assert packing.starts_k == (0, 128, 640)
-    first, second = packed_runs.moves_into(layout, packing, -1)
+    first, second = packed_runs.pulls_into(layout, packing, -1)
     assert first == ((0, 0, 0, 128),)
-    assert second == ((0, 0, 128, 128), (0, 128, 512, 128), (1, 0, 256, 256))
+    assert second == ((0, 0, 128, 256), (0, 128, 512, 640), (1, 0, 256, 512))

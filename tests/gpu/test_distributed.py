@@ -14,7 +14,7 @@ from helpers.lives import lives
 from helpers.waits import SHORT
 
 import tilewise.distributed as td
-from tilewise.distributed.methods import heads, one_launch, stream_backward
+from tilewise.distributed.methods import heads, one_launch, stream
 from tilewise.distributed.transport.arena import arena_of
 from tilewise.distributed.transport.exchange import publish_rows
 from tilewise.distributed.transport.halves import Arena
@@ -223,7 +223,7 @@ def peak(rank):
     key heads at a time as MOST_BYTES allow.
     """
     seqlen, nheads_k, headdim = 65536, 8, 128
-    stream_backward.MOST_BYTES = 8 * seqlen * headdim * 2  # two heads
+    stream.MOST_BYTES = 8 * seqlen * headdim * 2  # two heads
     layout = td.zigzag(seqlen)
     heads = 16, nheads_k, nheads_k
     q, k, v = (

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+from helpers.call_specs import spec_of
 
 import tilewise
 import tilewise.distributed as td
 from ptx import executing
 from tilewise.distributed.methods import one_launch
-from tilewise.distributed.methods.call_spec import CallSpec, check
+from tilewise.distributed.methods.call_spec import check
 from tilewise.kernels.common.device_words import ARRIVED, FAILED, LATE, WORDS
 from tilewise.testing import use_emulator
 from tilewise.testing.tolerance import assert_within
@@ -35,13 +36,14 @@ def launched(arena, headdim, groups, seed, patch, **options):
     q, k, v = (torch.randn(1, SEQLEN, n, headdim, generator=draw).to(BF16) for n in (4, 2, 2))
     layout = td.zigzag(SEQLEN, 2).at(1)
     mine, *local = (layout.shard(x) for x in (q, k, v))
-    spec = check(CallSpec(layout, **options), mine, *local)
+    spec = check(spec_of(layout, **options), mine, *local)
     found = [
         x.transpose(0, 1).unflatten(2, (groups, -1)).movedim(2, 0).contiguous() for x in (k, v)
     ]
     one_launch._forward_of.cache_clear()
     with executing(patch, seed=seed, strict=True), use_emulator():
-        return one_launch.launch(arena, spec, mine, local, found), (layout, q, k, v)
+        out = one_launch.launch(arena, spec, mine, *local, pulled=found)
+        return out, (layout, q, k, v)
 
 
 @pytest.mark.parametrize("seed", [None, 0])

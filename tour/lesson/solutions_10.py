@@ -1,6 +1,6 @@
 """Answers to the exercises of lesson 10, and their checks."""
 
-from tilewise.distributed.layouts.work import Span, keys_of
+from tilewise.distributed.layouts.work import Band, Span, keys_of
 
 from . import Exercises, expect
 
@@ -54,7 +54,7 @@ def check_rows_to_pull(answer):
     )
     for runs, window in cases:
         spans = [Span(0, start, stop, 0, 1000) for start, stop in runs]
-        seen = sum(stop - start for start, stop in keys_of(spans, window, 0))
+        seen = sum(stop - start for start, stop in keys_of(spans, Band(window, 0)))
         own = sum(stop - start for start, stop in runs)
         expect(
             answer(list(runs), window), seen - own, f"runs {runs}, window {window}"

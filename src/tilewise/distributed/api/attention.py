@@ -17,11 +17,12 @@ from ...ops import attention as ops
 from ...ops.autocast import is_any_autocast_on
 from ...ops.calls import resolved
 from ...ops.context_parallel import unsharded
+from ...problem import Extras
 from ..layouts.layout import Layout
 from ..methods.call_spec import CallSpec, check
 from ..transport.arena import reporting
 from . import dtensor, known_calls, operator
-from .choice import arena_for, attend_by, choose
+from .choice import arena_for, attend, choose
 
 Tensor = torch.Tensor
 
@@ -99,56 +100,69 @@ def attention(
         has_functions = not (mask_mod is score_mod is dropout_rng is None)
         if not has_functions and _is_plain(dropout_p, return_lse, others):
             settings = causal, scale, softcap, deterministic, backend, method, bitwise, order
-            tensors = q, k, v, alibi_slopes, sinks
-            entry = known_calls.entry_of_call(layout, tensors, (*settings, dropout_p), window)
+            tensors, settings = (q, k, v, alibi_slopes, sinks), (*settings, dropout_p)
+            entry = known_calls.entry_of_call(layout, tensors, settings=settings, window=window)
         if entry is not None and entry.call is not None:
             arena = arena_for(layout, q.device)
-            known_call = known_calls.known_call(entry, layout, arena)
+            known_call = known_calls.known_call(entry, layout, arena=arena)
             if known_call is not None:
                 is_packed, spec = q.dim() == 3, known_call.spec
-                inputs = _ordered((q, k, v), order, is_packed)
+                q, k, v = _ordered(q, k, v, order=order, is_packed=is_packed)
                 if not (alibi_slopes is None and sinks is None):
-                    spec = spec._replace(alibi_slopes=alibi_slopes, sinks=sinks)
+                    spec = spec._replace(extras=Extras(alibi_slopes, sinks))
+                chosen = known_call.method
                 with unsharded():
-                    out, lse = attend_by(known_call.method, arena, spec, inputs, return_lse)
-                return _as_given(out, lse, order, is_packed, return_lse)
+                    out, lse = attend(arena, spec, q, k, v, method=chosen, return_lse=return_lse)
+                return _restored(out, lse if return_lse else None, order, is_packed=is_packed)
         layout = check_layout(layout)
         for name, x in (("q", q), ("k", k), ("v", v)):
             check_tensor(name, x)
         places = None
         if dtensor.are_dtensors(q, k, v):
-            places = dtensor.places_of(layout, q, k, v, order)
-            dtensor.check_indices(places, mask_mod, score_mod, dropout_p)
+            places = dtensor.places_of(layout, q, k, v, order=order)
+            dtensor.check_indices(places, mask_mod, score_mod, dropout_p=dropout_p)
             q, k, v = dtensor.local(q, k, v)
-            alibi_slopes = dtensor.of_heads(places, alibi_slopes, False)
-            sinks = dtensor.of_heads(places, sinks, True)
-        inputs, is_packed = (q, k, v), q.dim() == 3 and layout.cu_seqlens is not None
-        numbers = causal, scale, window, softcap
-        if not operator.is_traced(*inputs):  # of an operator, torch resolves them
-            q, k, v = resolved(inputs)
-            inputs = q, k, v
+            alibi_slopes = dtensor.of_heads(places, alibi_slopes, is_learned=False)
+            sinks = dtensor.of_heads(places, sinks, is_learned=True)
+        is_packed = q.dim() == 3 and layout.cu_seqlens is not None
+        is_traced = operator.is_traced(q, k, v)
+        if not is_traced:  # in an operator, torch resolves them
+            q, k, v = resolved((q, k, v))
             alibi_slopes, sinks, dropout_rng = resolved((alibi_slopes, sinks, dropout_rng))
-        learned = alibi_slopes, sinks, mask_mod, score_mod, dropout_p, dropout_rng
-        spec = CallSpec(layout, *numbers, *learned, deterministic, backend, bitwise)
-        if operator.is_traced(*inputs):
+        spec = CallSpec(
+            layout,
+            causal,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            extras=Extras(alibi_slopes, sinks, dropout_rng=dropout_rng),
+            mask_mod=mask_mod,
+            score_mod=score_mod,
+            dropout_p=dropout_p,
+            deterministic=deterministic,
+            backend=backend,
+            bitwise=bitwise,
+        )
+        if is_traced:
             _refuse(others)
-            inputs = _ordered(inputs, order, is_packed)
-            out, lse = operator.attention(spec, method, *inputs)
+            q, k, v = _ordered(q, k, v, order=order, is_packed=is_packed)
+            out, lse = operator.attention(spec, q, k, v, method=method)
         else:
             arena = arena_for(layout, q.device)
             with unsharded():
                 _refuse(others)
-                inputs = _ordered(inputs, order, is_packed)
+                q, k, v = _ordered(q, k, v, order=order, is_packed=is_packed)
                 return_lse = check_flag("return_lse", return_lse)
-                spec = check(spec, *inputs)
-                chosen = choose(spec, method, *inputs)
-                spec = known_calls.keep(entry, arena, spec, chosen)
-                out, lse = attend_by(chosen, arena, spec, inputs, return_lse)
-        return _as_given(out, lse, order, is_packed, return_lse, places)
+                spec = check(spec, q, k, v)
+                chosen = choose(spec, q, k, v, method=method)
+                spec = known_calls.keep(entry, spec, arena=arena, method=chosen)
+                out, lse = attend(arena, spec, q, k, v, method=chosen, return_lse=return_lse)
+        lse = lse if return_lse else None
+        return _restored(out, lse, order, is_packed=is_packed, places=places)
 
 
 def _is_plain(dropout_p: Any, return_lse: Any, others: dict[str, Any]) -> bool:
-    """Whether the look of a call's other arguments says all that there is to know of it."""
+    """Tells whether the types of a call's other arguments show that it may be cached."""
     if torch.compiler.is_compiling() or type(return_lse) is not bool:
         return False
     if type(dropout_p) not in (int, float) or dropout_p:
@@ -156,39 +170,33 @@ def _is_plain(dropout_p: Any, return_lse: Any, others: dict[str, Any]) -> bool:
     return all(x is None and name in NOT_SERVED for name, x in others.items())
 
 
-def _as_given(
-    out: Tensor,
-    lse: Tensor | None,
-    order: str,
-    is_packed: bool,
-    return_lse: bool,
-    places: dtensor.Places | None = None,
+def _restored(
+    out: Tensor, lse: Tensor | None, order: str, *, is_packed: bool, places: Any = None
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Results in the order of the inputs."""
+    """Returns results in the order of the inputs, without `lse` where it is None."""
     if is_packed:
         out, lse = out.squeeze(0), lse if lse is None else lse.squeeze(0)
     elif order == "bhsd":
         out = out.transpose(1, 2)
     if places is not None:
-        out, lse = dtensor.joined(places, out, lse)
-    return (out, lse) if return_lse and lse is not None else out
+        out, lse = dtensor.joined(places, out, lse=lse)
+    return out if lse is None else (out, lse)
 
 
 def _ordered(
-    inputs: tuple[Tensor, Tensor, Tensor], order: str, is_packed: bool
+    q: Tensor, k: Tensor, v: Tensor, *, order: str, is_packed: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v as (batch, tokens, heads, headdim), in the dtype of autocast."""
+    """Returns q, k and v as (batch, tokens, heads, headdim), in the dtype of autocast."""
     check_order(order, "order")
-    q, k, v = inputs
     if is_packed:
-        q, k, v = (x.unsqueeze(0) for x in inputs)
+        q, k, v = (x.unsqueeze(0) for x in (q, k, v))
     elif order == "bhsd":
-        q, k, v = (x.transpose(1, 2) for x in inputs)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return ops.autocast(q, k, v) if is_any_autocast_on() else (q, k, v)
 
 
 def check_layout(layout: Any) -> Layout:
-    """A layout whose ranks are there."""
+    """Checks that a layout is one, and has the processes of its ranks."""
     if not isinstance(layout, Layout):
         raise ArgumentError(
             f"layout is {a_type(layout)}: it must be a tilewise.distributed.Layout, as "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ...errors import ArgumentError
@@ -14,50 +16,34 @@ from .plan import plan
 
 Tensor = torch.Tensor
 METHODS = {"heads": heads, "stream": stream, "ring": ring}
-ASKED_FOR = ("ring",)  # by name, and never chosen
+BY_NAME = ("ring",)  # never chosen by the model
 
 
 def arena_for(layout: Layout, device: torch.device) -> Arena | None:
-    """What the ranks of a layout exchange tensors through; None where there is one rank."""
+    """Returns the arena of a layout's ranks; None where there is one rank."""
     return None if layout.ranks == 1 else arena_of(layout.group, device)
 
 
 def attend(
-    arena: Arena | None,
-    spec: CallSpec,
-    method: str | None,
-    inputs: tuple[Tensor, Tensor, Tensor],
-    return_lse: bool = True,
+    arena: Any, spec: CallSpec, q: Tensor, k: Tensor, v: Tensor, *, method: str, return_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """`out` and, where it is asked for, `lse` of a rank's rows, differentiable."""
-    return attend_by(choose(spec, method, *inputs), arena, spec, inputs, return_lse)
-
-
-def attend_by(
-    chosen: str,
-    arena: Arena | None,
-    spec: CallSpec,
-    inputs: tuple[Tensor, Tensor, Tensor],
-    return_lse: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """Attends by a method that was chosen."""
+    """Computes `out` and, on request, `lse` of a rank's rows, by a method that was chosen."""
     if arena is None:
-        return whole.alone(spec, *inputs)
-    if chosen == "heads":
-        return heads.attend(arena, spec, *inputs, return_lse)
-    return METHODS[chosen].attend(arena, spec, *inputs)
+        return whole.alone(spec, q, k, v)
+    if method == "heads":
+        return heads.attend(arena, spec, q, k, v, return_lse=return_lse)
+    return METHODS[method].attend(arena, spec, q, k, v)
 
 
-def backward(arena: Arena | None, spec: CallSpec, method: str | None, saved: Saved) -> Grads:
-    """The gradients of `attend`, of its inputs and outputs."""
-    chosen = choose(spec, method, saved.q, saved.k, saved.v)
+def backward(arena: Arena | None, spec: CallSpec, saved: Saved, *, method: str) -> Grads:
+    """Computes the gradients of `attend`, of its inputs and outputs."""
     if arena is None:
         return whole.alone_backward(spec, saved)
-    return METHODS[chosen].backward(arena, spec, saved)
+    return METHODS[method].backward(arena, spec, saved)
 
 
-def choose(spec: CallSpec, method: str | None, q: Tensor, k: Tensor, v: Tensor) -> str:
-    """The method of a call; NotImplementedError with what can where `method` cannot."""
+def choose(spec: CallSpec, q: Tensor, k: Tensor, v: Tensor, *, method: str | None) -> str:
+    """Returns the method of a call, or raises NotImplementedError with those that support it."""
     if method is not None and method not in METHODS:
         raise ArgumentError(
             f"method={method!r}: it must be {' or '.join(map(repr, METHODS))}, or None to choose"
@@ -67,20 +53,24 @@ def choose(spec: CallSpec, method: str | None, q: Tensor, k: Tensor, v: Tensor) 
     serves = [name for name, reason in reasons.items() if reason is None]
     if method is not None:
         if reasons[method] is not None:
-            others = " or ".join(f'method="{name}"' for name in serves)
+            remedy = " or ".join(f'method="{name}"' for name in serves)
             raise NotImplementedError(
-                f"method={method!r}: {reasons[method]}; {others} supports this"
+                f"method={method!r}: {reasons[method]}; {remedy} supports this"
             )
         return method
-    serves = [name for name in serves if name not in ASKED_FOR]
+    serves = [name for name in serves if name not in BY_NAME]
     if len(serves) == 1:
         return serves[0]
-    found = plan(
-        *(spec.layout, nheads, nheads_k, q.shape[3], v.shape[3]),
+    estimate = plan(
+        spec.layout,
+        nheads,
+        nheads_k=nheads_k,
+        headdim=q.shape[3],
+        headdim_v=v.shape[3],
         batch=q.shape[0],
         causal=spec.causal is not False,
-        window=spec.sides,
+        window=tuple(spec.band),
         itemsize=q.itemsize,
         learns=spec.learns,
     )
-    return found.method
+    return estimate.method

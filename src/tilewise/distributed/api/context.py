@@ -45,21 +45,21 @@ def context_parallel(
         NotImplementedError: a call inside is not supported, for example with `cu_seqlens` or a
             cache; it never attends within the shard.
     """
-    with sharded_by(Attention(check_layout(layout), method, bitwise)):
+    with sharded_by(Attention(check_layout(layout), method, bitwise=bitwise)):
         yield
 
 
 class Attention:
-    """The calls inside of a context."""
+    """Attention inside of a context."""
 
-    def __init__(self, layout: Layout, method: str | None, bitwise: bool) -> None:
+    def __init__(self, layout: Layout, method: str | None, *, bitwise: bool) -> None:
         self.layout, self.method, self.bitwise = layout, method, bitwise
 
-    def __call__(self, *, q: Any, k: Any, v: Any, layout: str = "bshd", **asked: Any) -> Any:
-        """`tilewise.attention` with its arguments, by name."""
-        given = dict(layout=self.layout, method=self.method, bitwise=self.bitwise)
-        return attention(q, k, v, order=layout, **given, **asked)
+    def __call__(self, *, q: Any, k: Any, v: Any, layout: str = "bshd", **options: Any) -> Any:
+        """Takes the arguments of `tilewise.attention`, by name."""
+        settings = dict(method=self.method, bitwise=self.bitwise, order=layout)
+        return attention(q, k, v, layout=self.layout, **settings, **options)
 
     def reporting(self, *tensors: Any) -> contextlib.AbstractContextManager[Any]:
-        """Inside, an error of this rank is left for the others, which would wait for it."""
+        """Leaves an error inside for the other ranks, which would wait for this one."""
         return reporting(self.layout, *tensors)

@@ -38,28 +38,26 @@ class Places(NamedTuple):
     dims: Dims
     out: tuple[int, ...]  # the shape of the whole
 
-    def of(self, dims: Dims, other: Any) -> list[Any]:
-        """The placements of a tensor that has batch, tokens and heads elsewhere; `other` where it
-        has not what is sharded.
-        """
+    def of(self, dims: Dims, default: Any) -> list[Any]:
+        """Returns the placements for other dimensions; `default` where one of them is not there."""
         from torch.distributed.tensor import Shard
 
         to = dict(zip(self.dims, dims))
-        at = [to[x.dim] if x.is_shard() else None for x in self.inputs]
+        shards = [to[x.dim] if x.is_shard() else None for x in self.inputs]
         return [
-            x if dim is None else other if dim < 0 else Shard(dim)
-            for x, dim in zip(self.inputs, at)
+            x if dim is None else default if dim < 0 else Shard(dim)
+            for x, dim in zip(self.inputs, shards)
         ]
 
 
 def are_dtensors(*inputs: Any) -> bool:
-    """Whether some of these are DTensors."""
+    """Tells whether some of these are DTensors."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and any(isinstance(x, module.DTensor) for x in inputs)
 
 
-def places_of(layout: Layout, q: Any, k: Any, v: Any, order: str) -> Places:
-    """How q, k and v lie, which must be in ways that a layout knows."""
+def places_of(layout: Layout, q: Any, k: Any, v: Any, *, order: str) -> Places:
+    """Checks and returns how q, k and v are placed."""
     if not all(map(are_dtensors, (q, k, v))):
         raise ArgumentError(
             "some of q, k and v are DTensors and others are not: make all of them DTensors"
@@ -71,8 +69,8 @@ def places_of(layout: Layout, q: Any, k: Any, v: Any, order: str) -> Places:
                 f"{name} is placed as {x.placements} on {x.device_mesh} and q as {placements} on "
                 f"{mesh}: they must have one mesh and placements, so redistribute them"
             )
-    dims = Dims(0, 1, 2) if order == "bshd" else Dims(0, 2, 1)
-    dims = Dims(-1, 0, 1) if q.dim() == 3 else dims
+    dims = Dims(0, tokens=1, heads=2) if order == "bshd" else Dims(0, tokens=2, heads=1)
+    dims = Dims(-1, tokens=0, heads=1) if q.dim() == 3 else dims
     for i, x in enumerate(placements):
         if not x.is_replicate() and not (x.is_shard() and x.dim in dims):
             raise NotImplementedError(
@@ -80,16 +78,16 @@ def places_of(layout: Layout, q: Any, k: Any, v: Any, order: str) -> Places:
                 "sharded, not headdim, and none may be Partial; redistribute them"
             )
         if x.is_shard() and x.dim == dims.tokens:
-            _check_ranks(layout, mesh, i)
+            _check_ranks(layout, mesh, dim=i)
         if x.is_shard() and x.dim == dims.heads and k.shape[dims.heads] % mesh.size(i):
             raise NotImplementedError(
                 f"{k.shape[dims.heads]} key heads cannot be sharded evenly over {mesh.size(i)} "
                 "ranks: replicate the heads"
             )
-    return Places(mesh, placements, dims, (*q.shape[:-1], v.shape[-1]))
+    return Places(mesh, placements, dims=dims, out=(*q.shape[:-1], v.shape[-1]))
 
 
-def _check_ranks(layout: Layout, mesh: Any, dim: int) -> None:
+def _check_ranks(layout: Layout, mesh: Any, *, dim: int) -> None:
     ranks, layout_ranks = global_ranks(mesh.get_group(dim)), global_ranks(layout.group)
     if ranks != layout_ranks:
         raise ArgumentError(
@@ -99,52 +97,55 @@ def _check_ranks(layout: Layout, mesh: Any, dim: int) -> None:
 
 
 def local(*inputs: Any) -> tuple[Tensor, ...]:
-    """The parts of q, k and v that lie on this rank."""
+    """Returns the parts of q, k and v that lie on this rank."""
     return tuple(x.to_local() for x in inputs)
 
 
-def of_heads(places: Places, x: Any, is_learned: bool) -> Any:
-    """The part of a tensor of (nheads,) or (batch, nheads) that is this rank's; a plain tensor is
-    returned as it is. The gradient of a learned one is a part of a sum over all ranks that have
+def of_heads(places: Places, x: Any, *, is_learned: bool) -> Any:
+    """Returns this rank's part of a tensor (nheads,) or (batch, nheads), and a plain tensor as it
+    is. The gradient of a learned one is a part of a sum over all ranks that have
     other tokens or batches.
     """
     if not are_dtensors(x):
         return x
     from torch.distributed.tensor import Partial, Replicate
 
-    dims = Dims(-1, -1, 0) if x.dim() == 1 else Dims(0, -1, 1)
+    dims = Dims(-1, tokens=-1, heads=0) if x.dim() == 1 else Dims(0, tokens=-1, heads=1)
     grads = places.of(dims, Partial()) if is_learned else None
-    wanted = x.redistribute(places.mesh, places.of(dims, Replicate()))
-    return wanted.to_local(grad_placements=grads)
+    redistributed = x.redistribute(places.mesh, places.of(dims, Replicate()))
+    return redistributed.to_local(grad_placements=grads)
 
 
-def check_indices(places: Places, mask_mod: Any, score_mod: Any, dropout_p: float) -> None:
-    """Refuses what tells apart, by their numbers in the whole, heads or rows that are sharded."""
+def check_indices(places: Places, mask_mod: Any, score_mod: Any, *, dropout_p: float) -> None:
+    """Refuses functions and dropout that use the numbers of sharded heads or rows in the whole."""
     modifiers = modifiers_of(mask_mod, score_mod, None, (0, 0, 0, 0))
     used = indices_used(modifiers.mods)
     sharded = {x.dim for x in places.inputs if x.is_shard()}
     for name, index, dim in (("rows of the batch", "b", 0), ("heads", "h", places.dims.heads)):
         if dim in sharded and dim >= 0 and (index in used or dropout_p):
-            what = "dropout" if dropout_p else f"a mask or score function of {index}"
+            subject = "dropout" if dropout_p else f"a mask or score function of {index}"
             raise NotImplementedError(
-                f"{what} counts {name} in the whole, and these DTensors shard them: replicate them"
+                f"{subject} counts {name} in the whole, and these DTensors shard them: replicate "
+                "them"
             )
 
 
-def joined(places: Places, out: Tensor, lse: Tensor | None) -> tuple[Any, Any]:
-    """`out` and `lse` of this rank as DTensors."""
+def joined(places: Places, out: Tensor, *, lse: Tensor | None) -> tuple[Any, Any]:
+    """Returns `out` and `lse` of this rank as DTensors."""
     from torch.distributed.tensor import Replicate
 
-    of_lse = Dims(0, 2, 1) if places.dims.batch == 0 else Dims(-1, 1, 0)
-    sizes = dict(zip(of_lse, (places.out[x] for x in places.dims)))
+    has_batch = places.dims.batch == 0
+    dims = Dims(0, tokens=2, heads=1) if has_batch else Dims(-1, tokens=1, heads=0)  # of lse
+    sizes = dict(zip(dims, (places.out[x] for x in places.dims)))
     shape = tuple(sizes[i] for i in range(len(places.out) - 1))
-    whole = _dtensor(places, out, places.inputs, places.out)
+    whole = _dtensor(places, out, placements=places.inputs, shape=places.out)
     if lse is None:
         return whole, None
-    return whole, _dtensor(places, lse, places.of(of_lse, Replicate()), shape)
+    placements = places.of(dims, Replicate())
+    return whole, _dtensor(places, lse, placements=placements, shape=shape)
 
 
-def _dtensor(places: Places, x: Tensor, placements: Sequence[Any], shape: Sequence[int]) -> Any:
+def _dtensor(places: Places, x: Tensor, *, placements: Sequence[Any], shape: Sequence[int]) -> Any:
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(

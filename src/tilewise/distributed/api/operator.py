@@ -22,12 +22,12 @@ from ...ops import attention as ops
 from ...ops.calls import PLAIN_TENSORS
 from ...ops.context_parallel import unsharded
 from ...ops.schema import LIBRARY, SAVED, no_double_backward
-from ...problem import Saved
+from ...problem import Extras, Saved
 from ...tile.random_bytes import check_dropout, draw_rng
 from ..layouts.layout import Layout, layout_of
 from ..methods.call_spec import CallSpec, check, check_captured
 from ..transport.arena import Arena, reporting
-from .choice import arena_for, attend, backward
+from .choice import arena_for, attend, backward, choose
 
 Tensor = torch.Tensor
 INPUTS = 3  # q, k, v
@@ -61,46 +61,49 @@ QKV = "Tensor q, Tensor k, Tensor v"
 # Inductor leaves such operators out of the CUDA graphs that it captures (`refuse_capture`)
 TAGS = (torch.Tag.cudagraph_unsafe,)
 LIBRARY.define(f"context_parallel_forward({QKV}, {CALL}) -> (Tensor, Tensor)", tags=TAGS)
-OF_BACKWARD = "(Tensor, Tensor, Tensor, Tensor)"
-LIBRARY.define(f"context_parallel_backward({SAVED}, {CALL}) -> {OF_BACKWARD}", tags=TAGS)
+GRADS = "(Tensor, Tensor, Tensor, Tensor)"
+LIBRARY.define(f"context_parallel_backward({SAVED}, {CALL}) -> {GRADS}", tags=TAGS)
 
 
 def is_traced(*inputs: Tensor) -> bool:
-    """Whether a compiler sees the call, or tensors that have no numbers."""
+    """Tells whether a compiler sees the call, or tensors that have no numbers."""
     return torch.compiler.is_compiling() or any(type(x) not in PLAIN_TENSORS for x in inputs)
 
 
 def attention(
-    spec: CallSpec, method: str | None, q: Tensor, k: Tensor, v: Tensor
+    spec: CallSpec, q: Tensor, k: Tensor, v: Tensor, *, method: str | None
 ) -> tuple[Tensor, Tensor]:
-    """`out` and `lse` of a rank's rows, (batch, tokens, heads, headdim)."""
+    """Calls the operator: `out` and `lse` of a rank's rows, (batch, tokens, heads, headdim)."""
+    extras = spec.extras
     modifiers = modifiers_of(spec.mask_mod, spec.score_mod, None, (q.shape[0], q.shape[2], 0, 0))
     check_captured(modifiers)
-    dropout_p, rng = check_dropout(spec.dropout_p), spec.dropout_rng
+    dropout_p, rng = check_dropout(spec.dropout_p), extras.dropout_rng
     if dropout_p and rng is None and spec.layout.ranks == 1:
         rng = draw_rng(q.device)
+    causal = "" if spec.causal is False else check_causal(spec.causal)
+    left, right = band(spec.window, False)
     options = Options(
-        "" if spec.causal is False else check_causal(spec.causal),
-        spec.scale,
-        *band(spec.window, False),
-        spec.softcap,
-        float(dropout_p),
-        serialize(modifiers.mods.mask),
-        serialize(modifiers.mods.score),
-        check_flag("deterministic", spec.deterministic),
-        spec.backend,
-        method,
-        check_flag("bitwise", spec.bitwise),
-        ops.needs_grad(q, k, v, spec.sinks),
+        causal,
+        scale=spec.scale,
+        left=left,
+        right=right,
+        softcap=spec.softcap,
+        dropout_p=float(dropout_p),
+        mask_mod=serialize(modifiers.mods.mask),
+        score_mod=serialize(modifiers.mods.score),
+        deterministic=check_flag("deterministic", spec.deterministic),
+        backend=spec.backend,
+        method=method,
+        bitwise=check_flag("bitwise", spec.bitwise),
+        needs_grad=ops.needs_grad(q, k, v, extras.sinks),
     )
-    tensors = spec.alibi_slopes, spec.sinks, rng, list(modifiers.captured) or None
-    return torch.ops.tilewise.context_parallel_forward(
-        q, k, v, *tensors, spec.layout.table, *options
-    )
+    captured = list(modifiers.captured) or None
+    tensors = extras.alibi_slopes, extras.sinks, rng, captured, spec.layout.table
+    return torch.ops.tilewise.context_parallel_forward(q, k, v, *tensors, *options)
 
 
 def _spec_of(layout: Layout, call: tuple) -> tuple[CallSpec, Options]:
-    """The call of an operator's arguments after q, k and v."""
+    """Reads the call from an operator's arguments after q, k and v."""
     alibi_slopes, sinks, dropout_rng, captured, _, *fields = call
     options, captured = Options(*fields), tuple(captured or ())
     mask = score = None
@@ -113,18 +116,16 @@ def _spec_of(layout: Layout, call: tuple) -> tuple[CallSpec, Options]:
     spec = CallSpec(
         layout,
         options.causal or False,
-        options.scale,
-        (options.left, options.right),
-        options.softcap,
-        alibi_slopes,
-        sinks,
-        mask,
-        score,
-        options.dropout_p,
-        dropout_rng,
-        options.deterministic,
-        options.backend,
-        options.bitwise,
+        scale=options.scale,
+        window=(options.left, options.right),
+        softcap=options.softcap,
+        extras=Extras(alibi_slopes, sinks, dropout_rng=dropout_rng),
+        mask_mod=mask,
+        score_mod=score,
+        dropout_p=options.dropout_p,
+        deterministic=options.deterministic,
+        backend=options.backend,
+        bitwise=options.bitwise,
         learns=options.needs_grad,
     )
     return spec, options
@@ -139,14 +140,18 @@ def _running(q: Tensor, call: tuple) -> Iterator[tuple[Arena | None, CallSpec, O
 
 def _forward(q, k, v, *call):
     with _running(q, call) as (arena, spec, options):
-        found = attend(arena, check(spec, q, k, v), options.method, (q, k, v))
-    return tuple(x.contiguous() for x in found if x is not None)
+        spec = check(spec, q, k, v)
+        method = choose(spec, q, k, v, method=options.method)
+        results = attend(arena, spec, q, k, v, method=method, return_lse=True)
+    return tuple(x.contiguous() for x in results if x is not None)
 
 
 def _backward(dout, dlse, q, k, v, out, lse, *call):
     with _running(q, call) as (arena, spec, options):
-        saved = Saved(dout, dlse, q, k, v, out, lse)
-        grads = backward(arena, check(spec, q, k, v), options.method, saved)
+        spec = check(spec, q, k, v)
+        method = choose(spec, q, k, v, method=options.method)
+        saved = Saved(dout, dlse, q, k=k, v=v, out=out, lse=lse)
+        grads = backward(arena, spec, saved, method=method)
     dsinks = q.new_empty(0) if grads.dsinks is None else grads.dsinks
     return *(x.contiguous() for x in grads[:INPUTS]), dsinks
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from ...frontend.scalars import Window, band
 from ..layouts.layout import Layout
 from ..layouts.pulls import shared_rows
-from ..layouts.work import keys_of
+from ..layouts.work import Band, keys_of
 
 FORWARD, BACKWARD = 650e9, 585e9  # FLOPs a millisecond
 BANDWIDTH = 365e6  # bytes a millisecond
@@ -29,13 +29,13 @@ SHORTER = 0.99  # of the backward's rate: fits stream on two H100s, 8Ki to 64Ki 
 
 
 class Cost(NamedTuple):
-    """What one method takes, forward and backward, on its slowest rank."""
+    """The estimated cost of one method, forward and backward, on its slowest rank."""
 
     method: str
     tflop: float
     mbytes: float
     ms: float
-    reason: str | None  # why it cannot serve the call
+    reason: str | None = None  # why it does not support the call
 
 
 class Plan(NamedTuple):
@@ -91,62 +91,81 @@ def plan(
     Returns:
         A `Plan` with `method` and `costs`; `str` of it is the table.
     """
-    sides = band(window, causal)
-    widths = headdim, headdim if headdim_v is None else headdim_v
-    costs = (
-        _heads(layout, nheads, nheads_k, widths, batch, sides, itemsize, learns),
-        _stream(layout, nheads, nheads_k, widths, batch, sides, itemsize, learns),
+    visible = Band(*band(window, causal))
+    headdim_v = headdim if headdim_v is None else headdim_v
+    sizes = dict(
+        q_size=batch * nheads * headdim,
+        out_size=batch * nheads * headdim_v,
+        kv_size=batch * nheads_k * (headdim + headdim_v),
+        itemsize=itemsize,
     )
+    heads = _heads(layout, visible, learns=learns, **sizes)
+    if nheads_k % layout.ranks:
+        reason = f"{nheads_k} key heads cannot be dealt evenly over {layout.ranks} ranks"
+        heads = heads._replace(reason=reason)
+    costs = heads, _stream(layout, visible, learns=learns, **sizes)
     best = min((x for x in costs if x.reason is None), key=lambda x: x.ms)
     return Plan(best.method, costs)
 
 
-def _heads(layout, nheads, nheads_k, widths, batch, sides, itemsize, learns) -> Cost:
-    """All rows of a share of the heads: work is even whatever the layout."""
-    ranks = layout.ranks
-    reason = None
-    if nheads_k % ranks:
-        reason = f"{nheads_k} key heads cannot be dealt evenly over {ranks} ranks"
-    share = sum(layout.work(window=sides)) / ranks
-    rows = max(layout.seqlen - count for count in layout.counts) / ranks  # of the others
+def _heads(
+    layout: Layout,
+    band: Band,
+    *,
+    q_size: int,
+    out_size: int,
+    kv_size: int,
+    itemsize: int,
+    learns: bool,
+) -> Cost:
+    """Estimates all rows of a share of the heads. Sizes count the numbers per token."""
+    share = sum(layout.work(window=band)) / layout.ranks
+    remote = max(layout.seqlen - count for count in layout.counts)
     # q, k, v and out forward; dout and q, k, v again backward, and dq, dk, dv
-    width, width_v = widths
-    of_q = (nheads * width + nheads_k * (width + width_v)) * rows
-    of_out = nheads * width_v * (layout.seqlen - min(layout.counts)) / ranks
-    moved = batch * itemsize * (of_q + of_out)
-    products = batch * nheads * share * sum(widths)
-    pulled = [moved, moved if learns else 0]
-    ms = (2 * products / FORWARD + 5 * products * learns / BACKWARD) + sum(pulled) / BANDWIDTH
+    moved = (q_size + kv_size) * remote + out_size * (layout.seqlen - min(layout.counts))
+    pulled = itemsize * moved / layout.ranks * (2 if learns else 1)
+    products = (q_size + out_size) * share
+    ms = (2 * products / FORWARD + 5 * products * learns / BACKWARD) + pulled / BANDWIDTH
     ms += BARRIER * (4 if learns else 2)
-    return _cost("heads", products, sum(pulled), ms, reason, learns)
+    return _cost("heads", products, pulled=pulled, ms=ms, learns=learns)
 
 
-def _stream(layout, nheads, nheads_k, widths, batch, sides, itemsize, learns) -> Cost:
-    """The rows of a rank: the one with the most work decides."""
-    most = max(layout.work(window=sides))
-    pulled = max(_keys_of_others(layout.at(rank), *sides) for rank in range(layout.ranks))
-    keys = batch * nheads_k * sum(widths) * pulled
+def _stream(
+    layout: Layout,
+    band: Band,
+    *,
+    q_size: int,
+    out_size: int,
+    kv_size: int,
+    itemsize: int,
+    learns: bool,
+) -> Cost:
+    """Estimates the rows of a rank: the one with the most work decides."""
+    most = max(layout.work(window=band))
+    remote = max(_remote_keys(layout.at(rank), band) for rank in range(layout.ranks))
+    keys = kv_size * remote
     partial = 4 * keys  # fp32
-    products = batch * nheads * most * sum(widths)
+    products = (q_size + out_size) * most
     keys *= itemsize
     pulling = keys / BANDWIDTH
     ms = max(2 * products / FORWARD, pulling) + pulling / GROUPS + BARRIER
     if not learns:
-        return _cost("stream", products, keys, ms, None, learns)
+        return _cost("stream", products, pulled=keys, ms=ms, learns=learns)
     # Parts in fp32 of the keys that others see, in slices of as many bytes as a rank's K and V
     # that they see
-    shared = [sum(b - a for a, b in rows) for rows in shared_rows(layout, *sides)]
+    shared = [sum(b - a for a, b in rows) for rows in shared_rows(layout, band)]
     slices = -(-4 * sum(shared) // max(1, itemsize * max(shared)))
     # Keys arrive beside the kernel that computes delta, which takes about as long
     ms += 5 * products / (SHORTER * BACKWARD) + partial / BANDWIDTH + BARRIER * (1 + slices)
-    return _cost("stream", products, 2 * keys + partial, ms, None, learns)
+    return _cost("stream", products, pulled=2 * keys + partial, ms=ms, learns=learns)
 
 
-def _keys_of_others(layout: Layout, left: int, right: int) -> int:
-    """The keys of other ranks that some query of this rank sees."""
-    return sum(b - a for a, b in keys_of(layout.spans, left, right)) - layout.tokens
+def _remote_keys(layout: Layout, band: Band) -> int:
+    """Counts the keys of other ranks that some query of this rank sees."""
+    return sum(b - a for a, b in keys_of(layout.spans, band)) - layout.tokens
 
 
-def _cost(method: str, products: float, pulled: float, ms: float, reason, learns: bool) -> Cost:
-    """`products` are pairs times heads times head dims: 2 FLOPs each, and 5 in the backward."""
-    return Cost(method, (7 if learns else 2) * products / 1e12, pulled / 1e6, ms, reason)
+def _cost(method: str, products: float, *, pulled: float, ms: float, learns: bool) -> Cost:
+    """Makes a cost of multiply-adds: 2 FLOPs each, and 5 in the backward."""
+    tflop = (7 if learns else 2) * products / 1e12
+    return Cost(method, tflop, mbytes=pulled / 1e6, ms=ms)

@@ -49,7 +49,7 @@ class ContextParallel(ParallelStyle):
         def enter(module: torch.nn.Module, args: Any) -> None:
             layout = check_layout(self.layout() if callable(self.layout) else self.layout)
             _check_ranks(layout, ranks)
-            entered.append(Attention(layout, self.method, self.bitwise))
+            entered.append(Attention(layout, self.method, bitwise=self.bitwise))
             contexts.append(entered[-1])
 
         def leave(module: torch.nn.Module, args: Any, output: Any) -> None:

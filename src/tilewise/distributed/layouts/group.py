@@ -1,4 +1,4 @@
-"""Which ranks share a sequence: a process group, a mesh of one dimension, or a mere number."""
+"""Which ranks share a sequence: a process group, a mesh of one dimension, or a number of ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...errors import ArgumentError, a_type
 
 
 class Members(NamedTuple):
-    """How many ranks there are, which one this is, and their process group, None of a number."""
+    """How many ranks share a sequence, which one this is, and their process group, if any."""
 
     ranks: int
     rank: int
@@ -24,8 +24,8 @@ def global_ranks(group: Any) -> list[int]:
 
 
 def members_of(group: Any) -> Members:
-    """What is meant by `group`: None is torch's default group, an int so many ranks without
-    processes (to plan, and to test), of which this is rank 0.
+    """Reads `group`: None is torch's default group, an int a number of ranks without processes (to
+    plan, and to test), of which this is rank 0.
 
     >>> members_of(4)
     Members(ranks=4, rank=0, group=None)
@@ -33,7 +33,7 @@ def members_of(group: Any) -> Members:
     if type(group) is int:
         if group < 1:
             raise ArgumentError(f"group={group}: there must be at least 1 rank")
-        return Members(group, 0, None)
+        return Members(group, 0, group=None)
     if not dist.is_available() or not dist.is_initialized():
         raise ArgumentError(
             f"group={group!r}, and torch.distributed is not initialized: call "
@@ -56,4 +56,4 @@ def members_of(group: Any) -> Members:
     rank = dist.get_rank(group)
     if rank < 0:
         raise ArgumentError("this process is no member of the group: make the layout on its ranks")
-    return Members(dist.get_world_size(group), rank, group)
+    return Members(dist.get_world_size(group), rank, group=group)

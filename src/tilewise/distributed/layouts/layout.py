@@ -17,10 +17,9 @@ from torch.distributed import distributed_c10d
 
 from ...errors import ArgumentError
 from ...frontend.scalars import Window, band
-from .work import Span, pairs
+from .work import Band, Run, Span, pairs
 
 Tensor = torch.Tensor
-Run = tuple[int, int]  # positions [start, stop)
 IGNORED = -100  # the label that torch's cross entropy leaves out
 
 
@@ -57,12 +56,12 @@ class Layout:
         return value
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the hash, which another process has its own of."""
+        """Leaves the hash out: strings have other hashes in another process."""
         return {name: x for name, x in self.__dict__.items() if name != "_hash"}
 
     @property
     def ranks(self) -> int:
-        """How many there are."""
+        """The number of ranks."""
         return len(self.runs)
 
     @cached_property
@@ -87,20 +86,18 @@ class Layout:
     def spans(self) -> tuple[Span, ...]:
         """The runs of this rank, cut at the ends of documents."""
         starts = (0, self.seqlen) if self.cu_seqlens is None else self.cu_seqlens
-        found, row = [], 0
+        spans, row = [], 0
         for start, end in self.runs[self.rank]:
             while start < end:
                 i = bisect.bisect_right(starts, start)
                 stop = min(end, starts[i])
-                found.append(Span(row, start, stop, starts[i - 1], starts[i]))
+                spans.append(Span(row, start, stop, first=starts[i - 1], last=starts[i]))
                 row, start = row + stop - start, stop
-        return tuple(found)
+        return tuple(spans)
 
     @cached_property
     def table(self) -> Tensor:
-        """The layout in int64 numbers, which operators and compiled graphs take as they take any
-        tensor: one graph supports all layouts. `layout_of` reads it.
-        """
+        """The layout as int64 numbers, for operators and graphs. `layout_of` reads it."""
         named = f"{self.kind}\n{'' if self.group is None else self.group.group_name}".encode()
         starts = () if self.cu_seqlens is None else self.cu_seqlens
         counts = len(named), self.seqlen, self.rank, self.ranks, len(starts), *map(len, self.runs)
@@ -205,9 +202,10 @@ class Layout:
         >>> td.contiguous(8, 2).work(causal=True), td.zigzag(8, 2).work(causal=True)
         ((10, 26), (18, 18))
         """
-        sides = band(window, causal)
-        each = (self.at(rank).spans for rank in range(self.ranks))
-        return tuple(sum(pairs(span, *sides) for span in spans) for spans in each)
+        visible = Band(*band(window, causal))
+        return tuple(
+            sum(pairs(span, visible) for span in self.at(rank).spans) for rank in range(self.ranks)
+        )
 
     def explain(self, causal: bool = True, window: Window = None) -> str:
         """A table with each rank's tokens, runs and work. All ranks wait for the slowest.
@@ -222,22 +220,22 @@ class Layout:
         work = self.work(causal, window)
         mean = sum(work) / self.ranks or 1
         rows = [("rank", "tokens", "runs", "pairs", "of the mean")]
-        for rank, (count, found) in enumerate(zip(self.counts, work)):
+        for rank, (count, n_pairs) in enumerate(zip(self.counts, work)):
             runs = len(self.at(rank).spans)
-            rows.append((str(rank), str(count), str(runs), str(found), f"{found / mean:.3f}"))
+            rows.append((str(rank), str(count), str(runs), str(n_pairs), f"{n_pairs / mean:.3f}"))
         widths = [max(map(len, column)) for column in zip(*rows)]
         lines = ["  ".join(x.rjust(n) for x, n in zip(row, widths)) for row in rows]
-        what = [f"{self.kind}, {self.seqlen} tokens over {self.ranks} ranks"]
+        title = [f"{self.kind}, {self.seqlen} tokens over {self.ranks} ranks"]
         if self.cu_seqlens is not None:
-            what.append(f"{len(self.cu_seqlens) - 1} documents")
-        what += ["causal"] * causal + ([] if window is None else [f"window {tuple(window)}"])
-        return "\n".join([", ".join(what), *lines])
+            title.append(f"{len(self.cu_seqlens) - 1} documents")
+        title += ["causal"] * causal + ([] if window is None else [f"window {tuple(window)}"])
+        return "\n".join([", ".join(title), *lines])
 
     def _dim(self, x: Tensor, dim: int | None) -> int:
         return min(1, x.dim() - 1) if dim is None else dim % x.dim()
 
     def _gathered(self, x: Tensor, dim: int | None) -> list[Tensor]:
-        """The parts of all ranks, in their order."""
+        """Gathers the parts of all ranks, in their order."""
         if self.group is None:
             if self.ranks == 1:
                 return [x]
@@ -255,13 +253,13 @@ class Layout:
 
 
 def made(layout: Layout) -> Layout:
-    """A layout with its table, which torch.compile finds and does not trace."""
+    """Computes a layout's table now, so that torch.compile does not trace how."""
     _ = layout.table
     return layout
 
 
 def layout_of(table: Tensor) -> Layout:
-    """The layout of a table."""
+    """Reads a layout from its table."""
     numbers = tuple(table.tolist())
     names = numbers[5 + numbers[3] :][: numbers[0]]
     name = bytes(names).decode().partition("\n")[2]
@@ -272,26 +270,26 @@ def layout_of(table: Tensor) -> Layout:
 
 @lru_cache(maxsize=64)
 def _layout_of(numbers: tuple[int, ...], group: Any) -> Layout:
-    n_letters, seqlen, rank, ranks, n_starts, *rest = numbers
-    found = iter(rest)
-    lengths = tuple(itertools.islice(found, ranks))
-    kind = bytes(itertools.islice(found, n_letters)).decode().partition("\n")[0]
-    starts = tuple(itertools.islice(found, n_starts)) or None
-    runs = tuple(tuple((next(found), next(found)) for _ in range(n)) for n in lengths)
-    return Layout(kind, seqlen, runs, rank, starts, group)
+    stream = iter(numbers)
+    n_letters, seqlen, rank, ranks, n_starts = itertools.islice(stream, 5)
+    lengths = tuple(itertools.islice(stream, ranks))
+    kind = bytes(itertools.islice(stream, n_letters)).decode().partition("\n")[0]
+    starts = tuple(itertools.islice(stream, n_starts)) or None
+    runs = tuple(tuple((next(stream), next(stream)) for _ in range(n)) for n in lengths)
+    return Layout(kind, seqlen, runs, rank=rank, cu_seqlens=starts, group=group)
 
 
 def check_starts(cu_seqlens: Sequence[int] | Tensor, seqlen: int | None = None) -> tuple[int, ...]:
-    """Where documents begin and the last one ends, as ints."""
+    """Checks where documents begin and the last one ends, and returns ints."""
     if isinstance(cu_seqlens, Tensor):
-        found = tuple(cu_seqlens.tolist())
+        starts = tuple(cu_seqlens.tolist())
     else:
-        found = tuple(int(x) for x in cu_seqlens)
-    seqlen = found[-1] if seqlen is None and found else seqlen
-    rises = all(a <= b for a, b in itertools.pairwise(found))
-    if not found or found[0] != 0 or found[-1] != seqlen or not rises:
+        starts = tuple(int(x) for x in cu_seqlens)
+    seqlen = starts[-1] if seqlen is None and starts else seqlen
+    rises = all(a <= b for a, b in itertools.pairwise(starts))
+    if not starts or starts[0] != 0 or starts[-1] != seqlen or not rises:
         raise ArgumentError(
-            f"cu_seqlens={list(found)}: it must begin with 0, never decrease, and end with the "
+            f"cu_seqlens={list(starts)}: it must begin with 0, never decrease, and end with the "
             f"number of tokens{'' if seqlen is None else f', {seqlen}'}"
         )
-    return found
+    return starts

@@ -10,7 +10,8 @@ import torch
 from ...errors import ArgumentError
 from .balance import balanced
 from .group import members_of
-from .layout import Layout, Run, check_starts, made
+from .layout import Layout, check_starts, made
+from .work import Run
 
 Tensor = torch.Tensor
 
@@ -35,8 +36,8 @@ def contiguous(seqlen: int, group: Any = None) -> Layout:
     """
     ranks = members_of(group).ranks
     size = -(-check_seqlen(seqlen) // ranks)
-    runs = [[_cut(rank, size, seqlen)] for rank in range(ranks)]
-    return _layout("contiguous", seqlen, runs, group)
+    runs = [[_chunk(rank, size, seqlen=seqlen)] for rank in range(ranks)]
+    return _layout("contiguous", seqlen, runs=runs, group=group)
 
 
 def zigzag(seqlen: int, group: Any = None) -> Layout:
@@ -57,8 +58,8 @@ def zigzag(seqlen: int, group: Any = None) -> Layout:
     ranks = members_of(group).ranks
     size = -(-check_seqlen(seqlen) // (2 * ranks))
     chunks = [(rank, 2 * ranks - 1 - rank) for rank in range(ranks)]
-    runs = [[_cut(i, size, seqlen) for i in pair] for pair in chunks]
-    return _layout("zigzag", seqlen, runs, group)
+    runs = [[_chunk(i, size, seqlen=seqlen) for i in pair] for pair in chunks]
+    return _layout("zigzag", seqlen, runs=runs, group=group)
 
 
 def striped(seqlen: int, group: Any = None, block: int = 128) -> Layout:
@@ -82,8 +83,8 @@ def striped(seqlen: int, group: Any = None, block: int = 128) -> Layout:
     if type(block) is not int or block < 1:
         raise ArgumentError(f"block={block!r}: it must be an int, at least 1")
     blocks = range(-(-seqlen // block))
-    runs = [[_cut(i, block, seqlen) for i in blocks[rank::ranks]] for rank in range(ranks)]
-    return _layout("striped", seqlen, runs, group)
+    runs = [[_chunk(i, block, seqlen=seqlen) for i in blocks[rank::ranks]] for rank in range(ranks)]
+    return _layout("striped", seqlen, runs=runs, group=group)
 
 
 def documents(cu_seqlens: Sequence[int] | Tensor, group: Any = None, chunk: int = 512) -> Layout:
@@ -109,8 +110,8 @@ def documents(cu_seqlens: Sequence[int] | Tensor, group: Any = None, chunk: int 
     starts = check_starts(cu_seqlens)
     if type(chunk) is not int or chunk < 1:
         raise ArgumentError(f"chunk={chunk!r}: it must be an int, at least 1")
-    runs = balanced(starts, members_of(group).ranks, chunk)
-    return _layout("documents", starts[-1], runs, group).packed(starts)
+    runs = balanced(starts, members_of(group).ranks, chunk=chunk)
+    return _layout("documents", starts[-1], runs=runs, group=group).packed(starts)
 
 
 def from_positions(positions: Tensor | Sequence[Tensor], group: Any = None) -> Layout:
@@ -142,33 +143,33 @@ def from_positions(positions: Tensor | Sequence[Tensor], group: Any = None) -> L
             f"there are {seqlen} positions: each of 0 to {seqlen - 1} must be there once"
         )
     runs = [[(i, i + 1) for i in part] for part in of_ranks]
-    return _layout("from_positions", seqlen, runs, group)
+    return _layout("from_positions", seqlen, runs=runs, group=group)
 
 
 def check_seqlen(seqlen: int) -> int:
-    """A number of tokens."""
+    """Checks a number of tokens."""
     if type(seqlen) is not int or seqlen < 0:
         raise ArgumentError(f"seqlen={seqlen!r}: it must be an int, at least 0")
     return seqlen
 
 
-def _cut(index: int, size: int, seqlen: int) -> Run:
-    """One of equal chunks, of which the last are shorter or empty."""
+def _chunk(index: int, size: int, *, seqlen: int) -> Run:
+    """Returns one of equal chunks, of which the last are shorter or empty."""
     return min(index * size, seqlen), min((index + 1) * size, seqlen)
 
 
-def _layout(kind: str, seqlen: int, runs: Sequence[Sequence[Run]], group: Any) -> Layout:
+def _layout(kind: str, seqlen: int, *, runs: Sequence[Sequence[Run]], group: Any) -> Layout:
     members = members_of(group)
     joined = tuple(map(_joined, runs))
-    return made(Layout(kind, seqlen, joined, members.rank, group=members.group))
+    return made(Layout(kind, seqlen, joined, rank=members.rank, group=members.group))
 
 
 def _joined(runs: Sequence[Run]) -> tuple[Run, ...]:
-    """Runs that continue each other as one, without the empty ones."""
-    found: list[Run] = []
+    """Joins runs that continue each other, and leaves out the empty ones."""
+    joined: list[Run] = []
     for start, stop in runs:
-        if found and found[-1][1] == start and start < stop:
-            found[-1] = found[-1][0], stop
+        if joined and joined[-1][1] == start and start < stop:
+            joined[-1] = joined[-1][0], stop
         elif start < stop:
-            found.append((start, stop))
-    return tuple(found)
+            joined.append((start, stop))
+    return tuple(joined)

@@ -1,4 +1,4 @@
-"""How many pairs of a query and a key a band leaves: what balance is measured by."""
+"""Which keys the queries of a rank see, and how many pairs of both there are."""
 
 from __future__ import annotations
 
@@ -7,11 +7,18 @@ from typing import NamedTuple
 
 from ...problem import OPEN
 
+Run = tuple[int, int]  # positions [start, stop)
+
+
+class Band(NamedTuple):
+    """How many keys left and right of its diagonal a query sees, OPEN for no limit."""
+
+    left: int = OPEN
+    right: int = OPEN
+
 
 class Span(NamedTuple):
-    """Rows [start, stop) of a sequence that a rank has in one piece, from its row `row` on, in the
-    document [first, last).
-    """
+    """Rows [start, stop) of the document [first, last), which are a rank's rows from `row` on."""
 
     row: int
     start: int
@@ -20,38 +27,55 @@ class Span(NamedTuple):
     last: int
 
 
-def pairs(span: Span, left: int = OPEN, right: int = OPEN) -> int:
-    """The pairs that the queries of a span are in: query i sees the keys of its document from
-    i - left to i + right.
+class KeyRun(NamedTuple):
+    """Keys [start, stop) of a sequence, which are those from row `row` on of packed keys."""
 
-    >>> pairs(Span(0, 2, 4, 0, 4), right=0)  # causal: 3 keys and 4
+    row: int
+    start: int
+    stop: int
+
+
+def pairs(span: Span, band: Band) -> int:
+    """Counts the pairs that the queries of a span are in: query i sees the keys of its document
+    from i - left to i + right.
+
+    >>> pairs(Span(0, 2, 4, 0, 4), Band(right=0))  # causal: 3 keys and 4
     7
     """
-    _, start, stop, first, last = span
-    ends = (stop - start) * last if right < 0 else _sum_of_least(start, stop, right + 1, last)
-    if left < 0:
-        return ends - (stop - start) * first
-    return ends + _sum_of_least(-stop + 1, -start + 1, left, -first)
+    start, stop = span.start, span.stop
+    if band.right < 0:
+        ends = (stop - start) * span.last
+    else:
+        ends = _sum_of_least(start, stop, shift=band.right + 1, most=span.last)
+    if band.left < 0:
+        return ends - (stop - start) * span.first
+    return ends + _sum_of_least(-stop + 1, -start + 1, shift=band.left, most=-span.first)
 
 
-def keys_of(spans: Sequence[Span], left: int = OPEN, right: int = OPEN) -> list[tuple[int, int]]:
-    """The runs of keys that some query of these spans sees, in the order of the sequence.
+def keys_of(spans: Sequence[Span], band: Band) -> list[Run]:
+    """Returns the runs of keys that some query of these spans sees, in the sequence's order.
 
-    >>> keys_of([Span(0, 6, 8, 0, 9), Span(2, 2, 3, 0, 9)], left=1, right=0)
+    >>> keys_of([Span(0, 6, 8, 0, 9), Span(2, 2, 3, 0, 9)], Band(left=1, right=0))
     [(1, 3), (5, 8)]
     """
-    found: list[tuple[int, int]] = []
-    for _, start, stop, first, last in sorted(spans, key=lambda x: x.start):
-        a = first if left == OPEN else max(first, start - left)
-        b = last if right == OPEN else min(last, stop + right)
-        if found and a <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], b)
+    runs: list[Run] = []
+    for span in sorted(spans, key=lambda x: x.start):
+        start, stop = keys_of_span(span, band)
+        if runs and start <= runs[-1][1]:
+            runs[-1] = runs[-1][0], max(runs[-1][1], stop)
         else:
-            found.append((a, b))
-    return found
+            runs.append((start, stop))
+    return runs
 
 
-def _sum_of_least(start: int, stop: int, shift: int, most: int) -> int:
+def keys_of_span(span: Span, band: Band) -> Run:
+    """Returns the keys that the queries of a span see."""
+    start = span.first if band.left == OPEN else max(span.first, span.start - band.left)
+    stop = span.last if band.right == OPEN else min(span.last, span.stop + band.right)
+    return start, stop
+
+
+def _sum_of_least(start: int, stop: int, *, shift: int, most: int) -> int:
     """The sum of min(i + shift, most) for i in [start, stop)."""
     turn = min(max(most - shift, start), stop)  # from here on it is `most`
     return (start + turn - 1) * (turn - start) // 2 + shift * (turn - start) + most * (stop - turn)

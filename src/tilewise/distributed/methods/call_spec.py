@@ -15,66 +15,86 @@ from ...errors import ArgumentError
 from ...frontend.checks import check_extras
 from ...frontend.qkv import check_rank, check_tensors
 from ...frontend.scalars import Window, band, check_causal, check_flag, check_numbers
-from ...mods.flatten import NO_MODIFIERS, FlatMods, indices_used, modifiers_of
+from ...mods.flatten import FlatMods, indices_used, modifiers_of
 from ...mods.serialize import serialize
 from ...ops import attention as ops
-from ...problem import Extras
+from ...problem import NO_EXTRAS, NO_MODS, Extras, Mods
 from ...tile.random_bytes import check_dropout
 from ..layouts.layout import Layout
+from ..layouts.work import Band
 
 Tensor = torch.Tensor
 
 
-class Found:
-    """What a method has found for all calls of a signature, strides and alignment included."""
+class Prepared:
+    """What methods keep for all calls of a signature, strides and alignment included."""
 
-    __slots__ = ("one_launch", "to_heads")
+    __slots__ = ("heads", "stream")
 
     def __init__(self) -> None:
-        self.one_launch: Any = None
-        self.to_heads: Any = None
+        self.heads: Any = None  # a `heads.HeadExchange`
+        self.stream: Any = None  # a `one_launch.PreparedLaunch`
 
 
 class CallSpec(NamedTuple):
-    """A call: its arguments as the caller wrote them, and what follows of them."""
+    """A call on shards: its arguments as the caller wrote them, and what `check` computes."""
 
     layout: Layout
     causal: bool | str = False
     scale: float | None = None
     window: Window = None
     softcap: float | None = None
-    alibi_slopes: Tensor | None = None
-    sinks: Tensor | None = None
+    extras: Extras = NO_EXTRAS  # alibi_slopes, sinks, dropout_rng, and what functions captured
     mask_mod: Callable[..., Any] | None = None
     score_mod: Callable[..., Any] | None = None
     dropout_p: float = 0.0
-    dropout_rng: Tensor | None = None
     deterministic: bool = False
     backend: str | None = None
     bitwise: bool = True
     learns: bool = False  # whether a gradient will be asked for
-    modifiers: FlatMods = NO_MODIFIERS
+    mods: Mods = NO_MODS
     signature: str = ""  # what all ranks must call alike
-    found: Found | None = None  # of a call that is known by how its arguments look
+    prepared: Prepared | None = None  # where the call is cached
 
     @property
-    def sides(self) -> tuple[int, int]:
-        """How far a query sees to the left and to the right, OPEN for no limit."""
-        return band(self.window, self.causal is not False)
+    def band(self) -> Band:
+        """The keys that a query sees."""
+        return Band(*band(self.window, self.causal is not False))
+
+    @property
+    def align(self) -> str:
+        """The corner in which the diagonal ends."""
+        return self.causal if isinstance(self.causal, str) else "bottom_right"
 
     @property
     def is_modified(self) -> bool:
         """Whether functions or random numbers of positions go into scores and probabilities."""
-        return self.modifiers.mods != NO_MODIFIERS.mods or self.dropout_p > 0
+        return self.mods != NO_MODS or self.dropout_p > 0
 
     @property
     def uses_head_index(self) -> bool:
         """Whether what is computed depends on the number of a head."""
-        return self.dropout_p > 0 or "h" in indices_used(self.modifiers.mods)
+        return self.dropout_p > 0 or "h" in indices_used(self.mods)
+
+    @property
+    def position_free_extras(self) -> Extras:
+        """ALiBi's slopes and sinks, which kernels for runs of rows take."""
+        return Extras(self.extras.alibi_slopes, self.extras.sinks)
+
+    def of_heads(self, heads: slice) -> CallSpec:
+        """Returns the call of some query heads."""
+        slopes, sinks = self.extras.alibi_slopes, self.extras.sinks
+        if slopes is None and sinks is None:
+            return self
+        extras = self.extras._replace(
+            alibi_slopes=None if slopes is None else slopes[..., heads],
+            sinks=None if sinks is None else sinks[heads],
+        )
+        return self._replace(extras=extras)
 
 
 def check(spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> CallSpec:
-    """The call of q, k and v, which are this rank's rows, (batch, tokens, heads, headdim)."""
+    """Checks the call of this rank's q, k and v, (batch, tokens, heads, headdim)."""
     layout, seqlen = spec.layout, spec.layout.seqlen
     check_rank(q, k, v)
     check_tensors(q, k, v)
@@ -85,18 +105,19 @@ def check(spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> CallSpec:
                 f"{layout.tokens} tokens of {seqlen} in this layout; deal them with layout.shard"
             )
     check_causal(spec.causal)
-    check_numbers(spec.scale, spec.softcap, q.shape[3], q.dtype)
-    p, rng = check_dropout(spec.dropout_p), spec.dropout_rng
+    check_numbers(spec.scale, spec.softcap, headdim=q.shape[3], dtype=q.dtype)
+    p, rng = check_dropout(spec.dropout_p), spec.extras.dropout_rng
     if p and rng is None and layout.ranks > 1:
         raise ArgumentError(
             "dropout_p without dropout_rng: all ranks must drop the same elements, so pass the "
             "same int64 (seed, offset) on each"
         )
-    check_extras(q, k, Extras(spec.alibi_slopes, spec.sinks, dropout_rng=rng))
+    check_extras(q, k, extras=spec.extras)
     sizes = q.shape[0], q.shape[2], seqlen, seqlen
     if layout.cu_seqlens is not None:
         sizes = q.shape[0] * (len(layout.cu_seqlens) - 1), q.shape[2], 0, 0
-        if spec.alibi_slopes is not None and spec.alibi_slopes.dim() == 2:
+        slopes = spec.extras.alibi_slopes
+        if slopes is not None and slopes.dim() == 2:
             raise NotImplementedError(
                 "alibi_slopes of shape (batch, nheads) with documents: pass shape (nheads,)"
             )
@@ -105,17 +126,17 @@ def check(spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> CallSpec:
         check_captured(modifiers)
     checked = spec._replace(
         dropout_p=p,
-        dropout_rng=rng if p else None,
+        extras=spec.extras._replace(dropout_rng=rng if p else None, captured=modifiers.captured),
         deterministic=check_flag("deterministic", spec.deterministic),
         bitwise=check_flag("bitwise", spec.bitwise),
-        learns=spec.learns or ops.needs_grad(q, k, v, spec.sinks),
-        modifiers=modifiers,
+        learns=spec.learns or ops.needs_grad(q, k, v, spec.extras.sinks),
+        mods=modifiers.mods,
     )
     return checked._replace(signature=_signature(checked, q, k, v))
 
 
 def check_captured(modifiers: FlatMods) -> None:
-    """Refuses functions that would have to learn."""
+    """Refuses captured tensors that want gradients."""
     if any(x.requires_grad for x in modifiers.captured):
         raise NotImplementedError(
             "a score_mod that captured a tensor that requires a gradient: no method of "
@@ -124,57 +145,42 @@ def check_captured(modifiers: FlatMods) -> None:
 
 
 def _signature(spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> str:
-    """The call as a text, without the tokens, of which each rank has its own number."""
-    layout, rng = spec.layout, spec.dropout_rng
+    """Writes the call as a text, without the tokens, of which each rank has its own number."""
+    layout, extras, rng = spec.layout, spec.extras, spec.extras.dropout_rng
     if rng is not None:  # what is on a GPU is not read: that would wait for it
         rng = tuple(rng.tolist()) if rng.device.type == "cpu" else "of the device"
-    options = (
-        ("scale", spec.scale),
-        ("softcap", spec.softcap),
-        ("dropout_rng", rng),
-        ("dropout_p", spec.dropout_p or None),
-        ("alibi_slopes", _shape(spec.alibi_slopes)),
-        ("sinks", _shape(spec.sinks)),
-        ("mask_mod", _digest(serialize(spec.modifiers.mods.mask))),
-        ("score_mod", _digest(serialize(spec.modifiers.mods.score))),
-        ("bitwise", None if spec.bitwise else False),
+    options = dict(
+        scale=spec.scale,
+        softcap=spec.softcap,
+        dropout_rng=rng,
+        dropout_p=spec.dropout_p or None,
+        alibi_slopes=_shape(extras.alibi_slopes),
+        sinks=_shape(extras.sinks),
+        mask_mod=_digest(serialize(spec.mods.mask)),
+        score_mod=_digest(serialize(spec.mods.score)),
+        bitwise=None if spec.bitwise else False,
     )
-    return _text(
-        *(layout, q.shape, k.shape, v.shape, q.dtype),
-        *(spec.causal, spec.sides, spec.learns, options),
+    shapes = (
+        (name, (x.shape[0], layout.seqlen, *x.shape[2:])) for name, x in zip("qkv", (q, k, v))
     )
+    parts = [
+        *(f"{name} {shape}" for name, shape in shapes),
+        str(q.dtype).removeprefix("torch."),
+        f"{layout.kind} over {layout.ranks} ranks ({_layout_digest(layout)})",
+        f"causal={spec.causal}, window={tuple(spec.band)}",
+        "with a gradient" if spec.learns else "without a gradient",
+        *(f"{name}={value}" for name, value in options.items() if value is not None),
+    ]
+    return ", ".join(parts)
 
 
 @functools.lru_cache(maxsize=1024)
-def _text(
-    layout: Layout,
-    q: torch.Size,
-    k: torch.Size,
-    v: torch.Size,
-    dtype: torch.dtype,
-    causal: bool | str,
-    sides: tuple[int, int],
-    learns: bool,
-    options: tuple[tuple[str, Any], ...],
-) -> str:
-    shapes = (
-        f"{name} ({x[0]}, {layout.seqlen}, {x[2]}, {x[3]})"
-        for name, x in (("q", q), ("k", k), ("v", v))
-    )
-    dealt = _digest(repr((layout.runs, layout.cu_seqlens)))
-    said = [
-        *shapes,
-        str(dtype).removeprefix("torch."),
-        f"{layout.kind} over {layout.ranks} ranks ({dealt})",
-        f"causal={causal}, window={sides}",
-        "with a gradient" if learns else "without a gradient",
-        *(f"{name}={value}" for name, value in options if value is not None),
-    ]
-    return ", ".join(said)
+def _layout_digest(layout: Layout) -> str | None:
+    return _digest(repr((layout.runs, layout.cu_seqlens)))
 
 
 def _digest(text: str) -> str | None:
-    """What distinguishes texts in few letters, the same in every process; None of none."""
+    """Shortens a text to a few letters, which are the same in every process; None if empty."""
     return f"{zlib.crc32(text.encode()):08x}" if text else None
 
 

@@ -11,20 +11,21 @@ an SM, and all of these may be waiting.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ...frontend.scalars import check_numbers
 from ...kernels.common.arguments import aligned
 from ...ops.calls import layout_key
-from ...problem import OPEN, Extras, Problem, Scalars, describe
+from ...problem import OPEN, Problem, Scalars, describe
 from ..layouts.layout import Layout
-from ..layouts.pulls import Pull, runs_in_turn, shared_rows
-from ..layouts.work import keys_of
-from ..transport.copies import Group, in_rows, kind_of, strides_of
+from ..layouts.pulls import Pull, pulls_in_turn, shared_rows
+from ..layouts.work import Band, keys_of
+from ..transport.copies import CopyList, in_rows, kind_of, places_of
+from ..transport.copy_lists import keys_to_queries
+from ..transport.exchange import publish_copies
 from ..transport.halves import Arena
-from ..transport.key_copies import KeyCopies, key_copies, moves_of
 from . import rows
 from .call_spec import CallSpec
 from .pulled_keys import hidden_keys
@@ -37,35 +38,36 @@ MOST_COPIES = 128  # of a call, on the host
 LEAST_BYTES = 1 << 22  # of one, in the mean: it costs the host 25 us, and shorter ones are slower
 
 
-class Pieces(NamedTuple):
-    """What a rank pulls of one group of heads: of itself, and of others in the order in which it
-    arrives.
-    """
+class PreparedLaunch:
+    """What the calls of a signature share. K and V of one width are pulled as one tensor."""
 
-    own: tuple[Pull, ...]
-    others: tuple[Pull, ...]
-
-
-class Prepared(NamedTuple):
-    """What the calls of a signature have in common. K and V lie side by side in what is pulled
-    where they are as wide.
-    """
-
-    copies: KeyCopies
-    sources: tuple[int, ...]  # the ranks that pieces come from
-    signature: str
-    shapes: tuple[tuple[int, ...], ...]  # of what is pulled, (groups, seqlen, 1, ..., headdim)
-    is_beside: bool
-    at_v: int  # bytes from K to V, where they lie so
-    hidden: tuple[tuple[int, int], ...]  # rows of what is pulled that are cleared
-    is_plain: tuple[bool, bool, bool]  # whether q, k and v are read where they are
-    forward: RunsForward
-    limit: int  # that it was made with
+    def __init__(self, arena: Any, spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> None:
+        layout = spec.layout
+        dense_k, dense_v = in_rows(k), in_rows(v)
+        self.k_is_dense, self.v_is_dense = dense_k is k, dense_v is v
+        self.q_is_aligned = aligned(q)  # whether it is read where it is
+        self.is_joint = k.shape == v.shape
+        count = groups_of(layout, k.shape[2], layout.seqlen * k.shape[3] * k.itemsize)
+        heads = k.shape[2] // count
+        self.v_offset = heads * k.shape[3] * k.itemsize  # bytes from K to V, where they are joint
+        # (groups, seqlen, 1, ..., headdim)
+        self.shapes: tuple[tuple[int, ...], ...] = tuple(
+            (count, layout.seqlen, 1, heads, x.shape[3]) for x in (k, v)
+        )
+        if self.is_joint:
+            self.shapes = ((count, layout.seqlen, 1, 2, heads, k.shape[3]),)
+        self.copies = copies_of(spec, dense_k, dense_v, count=count)
+        self.pieces = [x for pieces in self.copies.pieces for x in pieces]
+        self.sources = tuple([x.rank for x in self.pieces])[:: len(self.shapes)]
+        self.signature = f"attention (stream, {count} groups of heads at a time): {spec.signature}"
+        self.hidden = hidden_keys(layout, spec.band)
+        self.forward = forward_of(arena, spec, q, k, v, heads=heads)
+        self.limit = arena.limit  # that the launch was made with
 
 
 def serves(arena: Arena, spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether a call is one launch: on Hopper, of one sequence, without functions of positions."""
-    if spec.found is not None and spec.found.one_launch is not None:
+    """Tells whether a call is one launch: on Hopper, one sequence, no functions of positions."""
+    if spec.prepared is not None and spec.prepared.stream is not None:
         return True
     if not arena.counts_pieces or q.shape[0] != 1 or spec.is_modified or not spec.layout.seqlen:
         return False
@@ -77,178 +79,142 @@ def serves(arena: Arena, spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> boo
 
 
 def attend(arena: Any, spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """`out` and `lse` of a rank's queries, settled."""
-    of = None if spec.found is None else spec.found.one_launch
-    if of is not None and of.limit == arena.limit:
-        given = k if of.is_plain[1] else in_rows(k), v if of.is_plain[2] else in_rows(v)
-    else:
-        given = in_rows(k), in_rows(v)
-        of = prepared(arena, spec, q, (k, v), given)
-        if spec.found is not None:
-            spec.found.one_launch = of
-    pulled = [k.new_empty(shape) for shape in of.shapes]
-    for start, stop in of.hidden:  # what a kernel reads must be finite
+    """Computes `out` and `lse` of a rank's queries, settled."""
+    plan = None if spec.prepared is None else spec.prepared.stream
+    if plan is None or plan.limit != arena.limit:
+        plan = PreparedLaunch(arena, spec, q, k, v)
+        if spec.prepared is not None:
+            spec.prepared.stream = plan
+    sources = k if plan.k_is_dense else in_rows(k), v if plan.v_is_dense else in_rows(v)
+    pulled = [k.new_empty(shape) for shape in plan.shapes]
+    for start, stop in plan.hidden:  # what a kernel reads must be finite
         for x in pulled:
             x[:, start:stop] = 0
-    room = arena.publish(of.copies.nbytes, of.signature)
-    arena.copy(of.copies.rows, given, [room, *pulled])
-    arena.meet(of.signature)
-    arena.begin_pieces(of.sources)
-    last = arena.pull(of.copies.pieces, pulled, counted=len(pulled))
+    publish_copies(arena, plan.copies, plan.signature, sources=sources, targets=pulled)
+    arena.begin_pieces(plan.sources)
+    (last,) = arena.pull([plan.pieces], pulled, counted=len(pulled))
     try:
-        out, lse = _launched(arena, of, spec, q, (k, v), pulled)
+        results = None
+        if plan.q_is_aligned:  # by addresses alone where it has been launched before
+            address_k = pulled[0].data_ptr()
+            address_v = address_k + plan.v_offset if plan.is_joint else pulled[1].data_ptr()
+            results = plan.forward.again(
+                q, address_k, address_v, extras=spec.extras[:2], words=arena.words
+            )
+        if results is None:
+            views = [pulled[0][:, :, :, i] for i in (0, 1)] if plan.is_joint else pulled
+            results = launch(arena, spec, q, k, v, pulled=views)
+        out, lse = results
         arena.settle(out, lse)  # before the stream waits for copies that may never end
         return out, lse
     finally:
         arena.arrive(last)
 
 
-def prepared(
-    arena: Any,
-    spec: CallSpec,
-    q: Tensor,
-    local: tuple[Tensor, Tensor],
-    given: tuple[Tensor, Tensor],
-) -> Prepared:
-    """What is looked up once for a signature; `given` are the local keys and values in rows."""
-    layout, (k, v) = spec.layout, local
-    count = groups_of(layout, k.shape[2], layout.seqlen * k.shape[3] * k.itemsize)
-    copies = copies_of(layout, spec, count, given)
-    shape, heads = (count, layout.seqlen, 1), k.shape[2] // count
-    is_beside = k.shape == v.shape
-    shapes: tuple[tuple[int, ...], ...] = tuple((*shape, heads, x.shape[3]) for x in given)
-    if is_beside:
-        shapes = ((*shape, 2, heads, k.shape[3]),)
-    return Prepared(
-        copies,
-        copies.ranks[:: len(shapes)],
-        f"attention (stream, {count} groups of heads at a time): {spec.signature}",
-        shapes,
-        is_beside,
-        heads * k.shape[3] * k.itemsize,
-        hidden_keys(layout, *spec.sides),
-        (aligned(q), given[0] is k, given[1] is v),
-        forward_of(arena, spec, q, local, heads),
-        arena.limit,
+def copies_of(spec: CallSpec, k: Tensor, v: Tensor, *, count: int) -> CopyList:
+    """Lists the copies of keys and values in `count` groups of heads."""
+    layout, heads = spec.layout, k.shape[2] // count
+    return keys_to_queries(
+        layout,
+        (tuple(pulls_in_turn(layout, keys_of(layout.spans, spec.band))),),
+        tokens=layout.seqlen,
+        kinds=(kind_of(k), kind_of(v)),
+        sources=places_of((k, v)),
+        batch=1,
+        groups=tuple(range(i * heads, (i + 1) * heads) for i in range(count)),
+        shared=shared_rows(layout, spec.band),
+        side_by_side=k.shape == v.shape,
     )
 
 
-def _launched(
-    arena: Any, of: Prepared, spec: CallSpec, q: Tensor, local: tuple, pulled: list[Tensor]
-) -> tuple[Tensor, Tensor]:
-    """The launch, by addresses alone where the kernel has been launched before."""
-    if of.is_plain[0]:
-        start = pulled[0].data_ptr()
-        keys = start, start + of.at_v if of.is_beside else pulled[1].data_ptr()
-        extras = spec.alibi_slopes, spec.sinks
-        if (found := of.forward.again(q, *keys, extras, arena.words)) is not None:
-            return found
-    views = [pulled[0][:, :, :, i] for i in (0, 1)] if of.is_beside else pulled
-    return launch(arena, spec, q, local, views)
-
-
-def copies_of(
-    layout: Layout, spec: CallSpec, count: int, given: tuple[Tensor, Tensor]
-) -> KeyCopies:
-    """Copies of keys and values in `count` groups of heads, side by side where they are as wide."""
-    k, v = given
-    heads = k.shape[2] // count
-    groups = tuple(Group(i * heads, heads) for i in range(count))
-    kinds, strides = tuple(map(kind_of, given)), tuple(map(strides_of, given))
-    pieces, shared = pieces_of(layout, *spec.sides), shared_rows(layout, *spec.sides)
-    lists = (moves_of(pieces.own + pieces.others),)
-    beside = k.shape == v.shape
-    return key_copies(layout, lists, layout.seqlen, kinds, strides, 1, groups, shared, beside)
-
-
 def launch(
-    arena: Any,
-    spec: CallSpec,
-    q: Tensor,
-    local: tuple[Tensor, Tensor],
-    found: list[Tensor],
-    **beside: Any,
+    arena: Any, spec: CallSpec, q: Tensor, k: Tensor, v: Tensor, *, pulled: list, **beside: Any
 ) -> tuple[Tensor, Tensor]:
-    """The kernel's launch; `local` are this rank's keys and values, `found` (groups, seqlen, 1,
-    heads, headdim) those of the sequence. `beside` is for the emulator.
-    """
-    k, v = (x.flatten(0, 1).transpose(0, 1) for x in found)
-    forward = forward_of(arena, spec, q, local, k.shape[2])
-    extras = Extras(spec.alibi_slopes, spec.sinks)
-    return forward(q, k, v, extras, arena.words, arena.limit, **beside)
+    """Launches the kernel for `pulled` K and V, (groups, seqlen, 1, heads, headdim)."""
+    keys, values = (x.flatten(0, 1).transpose(0, 1) for x in pulled)
+    forward = forward_of(arena, spec, q, k, v, heads=keys.shape[2])
+    return forward(
+        q,
+        keys,
+        values,
+        extras=spec.position_free_extras,
+        words=arena.words,
+        limit=arena.limit,
+        **beside,
+    )
 
 
 def forward_of(
-    arena: Any, spec: CallSpec, q: Tensor, local: tuple[Tensor, Tensor], heads: int
+    arena: Any, spec: CallSpec, q: Tensor, k: Tensor, v: Tensor, *, heads: int
 ) -> RunsForward:
-    """The launch of a signature, with so many key heads a group."""
-    extras = spec.alibi_slopes, spec.sinks
+    """Returns the launch of a signature, with `heads` key heads per group."""
+    problem, scalars = _problem(spec, q, k, v)
+    extras = spec.extras[:2]
     dtypes = tuple(None if x is None else x.dtype for x in extras)
-    looks = q.device, arena.limit, dtypes, layout_key((q, *extras))
-    return _forward_of(*_problem(spec, q, *local), spec.layout, heads, *looks)
+    key = q.device, arena.limit, dtypes, layout_key((q, *extras))
+    return _forward_of(problem, scalars, layout=spec.layout, heads=heads, key=key)
 
 
 @functools.lru_cache(maxsize=256)
 def _forward_of(
-    problem: Problem, scalars: Scalars, layout: Layout, heads: int, *_: Any
+    problem: Problem, scalars: Scalars, *, layout: Layout, heads: int, key: tuple[Any, ...]
 ) -> RunsForward:
-    """The launch of a signature; what follows is of it, too."""
+    """Makes the launch of a signature, which has the key, too."""
     from ...kernels.hopper.fwd.runs_launch import RunsForward
 
-    walk = walk_of(layout, scalars.left, scalars.right, heads)
+    walk = walk_of(layout, Band(scalars.left, scalars.right), heads=heads)
     return RunsForward(problem, scalars, walk)
 
 
 def _problem(spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Problem, Scalars]:
-    scale, softcap = check_numbers(spec.scale, spec.softcap, q.shape[3], q.dtype)
-    scalars = Scalars(scale, softcap, *spec.sides)
-    extras = Extras(spec.alibi_slopes, spec.sinks)
-    problem = describe(q, k, v, extras, scalars, "bottom_right", spec.deterministic)
+    scale, softcap = check_numbers(spec.scale, spec.softcap, headdim=q.shape[3], dtype=q.dtype)
+    scalars = Scalars(scale, softcap, left=spec.band.left, right=spec.band.right)
+    extras, align = spec.position_free_extras, "bottom_right"
+    problem = describe(
+        q, k, v, extras=extras, scalars=scalars, align=align, deterministic=spec.deterministic
+    )
     return problem, scalars
 
 
 @functools.lru_cache(maxsize=256)
 def groups_of(layout: Layout, nheads_k: int, head_bytes: int) -> int:
-    """In how many groups heads are pulled: as many as leave few copies, none of them short. All
-    ranks find the same number.
-    """
+    """Returns the most groups of heads that leave few copies, none short: on all ranks the same."""
     runs = sum(map(len, layout.runs))
-    found = [
+    counts = [
         n
         for n in range(1, nheads_k + 1)
         if nheads_k % n == 0
         and 2 * n * runs <= MOST_COPIES
         and 2 * head_bytes * (nheads_k // n) >= runs * LEAST_BYTES
     ]
-    return max(found, default=1)
+    return max(counts, default=1)
 
 
 @functools.lru_cache(maxsize=256)
-def pieces_of(layout: Layout, left: int, right: int) -> Pieces:
-    """The pulls of a layout under a band.
+def remote_pulls(layout: Layout, band: Band) -> tuple[Pull, ...]:
+    """Returns what a rank pulls from others for each group of heads, as it arrives.
 
     >>> import tilewise.distributed as td
-    >>> pieces_of(td.zigzag(8, 2), -1, 0)
-    Pieces(own=((0, 0, 0, 2), (0, 2, 6, 8)), others=((1, 0, 2, 6),))
+    >>> [tuple(pull) for pull in remote_pulls(td.zigzag(8, 2), Band(right=0))]
+    [(1, 0, 2, 6)]
     """
-    found = tuple(runs_in_turn(layout, keys_of(layout.spans, left, right)))
-    own = tuple(x for x in found if x[0] == layout.rank)
-    return Pieces(own, tuple(x for x in found if x[0] != layout.rank))
+    pulls = pulls_in_turn(layout, keys_of(layout.spans, band))
+    return tuple(x for x in pulls if x.rank != layout.rank)
 
 
-def walk_of(layout: Layout, left: int, right: int, heads: int) -> Walk:
-    """The runs as the kernel takes them. The keys of one begin with those of its document, and so
-    its blocks are the document's; they end with the last that is seen.
+def walk_of(layout: Layout, band: Band, *, heads: int) -> Walk:
+    """Returns the runs as the kernel takes them. The keys of one begin with those of its document,
+    and so its blocks are the document's; they end with the last that is seen.
     """
     from ...kernels.hopper.fwd.runs_launch import SHIFT, Run, Walk
 
-    others = pieces_of(layout, left, right).others
+    pulls = remote_pulls(layout, band)
     waits = [0] * ((layout.seqlen >> SHIFT) + 1)
-    for number, (*_, start, stop) in enumerate(others, 1):
-        for i in range(start >> SHIFT, (stop - 1 >> SHIFT) + 1):
+    for number, pull in enumerate(pulls, 1):
+        for i in range(pull.start >> SHIFT, (pull.stop - 1 >> SHIFT) + 1):
             waits[i] = number
     runs = []
     for row, start, stop, first, last in layout.spans:
-        end = last if right == OPEN else min(last, stop + right)
-        runs.append(Run(row, stop - start, first, end - first, start - first))
-    return Walk(tuple(runs), layout.seqlen, heads, tuple(waits), len(others))
+        end = last if band.right == OPEN else min(last, stop + band.right)
+        runs.append(Run(row, stop - start, first_k=first, keys=end - first, diagonal=start - first))
+    return Walk(tuple(runs), layout.seqlen, heads=heads, waits=tuple(waits), pieces=len(pulls))

@@ -14,14 +14,14 @@ from typing import NamedTuple
 
 import torch
 
-from ...frontend.call import call
-from ...problem import OPEN, Between, Extras, Saved
-from ..layouts.layout import Layout, Run
-from ..layouts.pulls import runs_in_turn
-from ..transport.key_copies import Moves, moves_of
+from ...problem import OPEN, Between, Extras, Grads, Saved
+from ..layouts.layout import Layout
+from ..layouts.pulls import Pull, pulls_in_turn
+from ..layouts.work import Band, KeyRun, Run
 from . import rows
 from .call_spec import CallSpec
-from .rows import Give, Gradients, Keys, gradients_of, piece_of
+from .rows import AddKeyGrads, PulledKeys, QueryGrads, attend_run, gradients_of
+from .run_calls import run_call
 
 Tensor = torch.Tensor
 MOST_KEYS = 4  # copied of each of the sequence's, in the mean
@@ -29,150 +29,156 @@ FEW = 2  # runs, of which each is a call that begins as soon as its own keys hav
 
 
 class Packing(NamedTuple):
-    """Where the runs begin among the queries and among the keys, and how many they use; and the
-    keys that are copied for each, None where they stay.
-    """
+    """Where runs begin among queries and keys, how many keys they use, and which are copied."""
 
     starts_q: tuple[int, ...]
     starts_k: tuple[int, ...]
     used: tuple[int, ...] | None
-    copied: tuple[Run, ...] | None
+    copied: tuple[KeyRun, ...] | None
 
 
-def serves(spec: CallSpec, q: Tensor, few: int = FEW) -> bool:
-    """Whether runs are packed: there are many, one window is that of all, and not too many keys are
-    copied.
-    """
-    left, right = spec.sides
-    is_one_band = right == 0 or (left == OPEN and right == OPEN and spec.alibi_slopes is None)
-    if q.shape[0] != 1 or len(spec.layout.spans) <= few or not is_one_band:
+def serves(spec: CallSpec, q: Tensor, *, few: int = FEW) -> bool:
+    """Tells whether runs are packed: many, with one band, and not too many copied keys."""
+    band = spec.band
+    is_open = band == Band() and spec.extras.alibi_slopes is None
+    if q.shape[0] != 1 or len(spec.layout.spans) <= few or not (band.right == 0 or is_open):
         return False
-    return packing_of(spec.layout, left, right).starts_k[-1] <= MOST_KEYS * spec.layout.seqlen
+    return packing_of(spec.layout, band).starts_k[-1] <= MOST_KEYS * spec.layout.seqlen
 
 
 def reads_between(spec: CallSpec, q: Tensor) -> bool:
-    """Whether calls on packed runs read keys that none of these sees: those between theirs."""
-    return serves(spec, q) and packing_of(spec.layout, *spec.sides).copied is None
+    """Tells whether calls on packed runs read keys that none of these sees, between theirs."""
+    return serves(spec, q) and packing_of(spec.layout, spec.band).copied is None
 
 
 def packing_for(spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> Packing | None:
-    """The packing of a backward on Hopper of two runs that see the same keys: a launch for each
-    ends with idle SMs, and its parts would have to be added. Such keys are pulled twice; under
-    zigzag all ranks then pull as many.
-    """
-    if spec.is_modified or len(spec.layout.spans) != FEW or not serves(spec, q, FEW - 1):
+    """Returns the packing of a backward on Hopper of two runs that see the same keys, or None."""
+    # A launch for each ends with idle SMs, and its parts would have to be added. Shared keys are
+    # pulled twice; under zigzag all ranks then pull as many
+    if spec.is_modified or len(spec.layout.spans) != FEW or not serves(spec, q, few=FEW - 1):
         return None
-    packing = packing_of(spec.layout, *spec.sides)
+    packing = packing_of(spec.layout, spec.band)
     is_served = rows.backend_of_runs(spec, q, k, v) == "hopper"
     return packing if is_served and packing.copied is not None else None
 
 
 @functools.lru_cache(maxsize=256)
-def moves_into(layout: Layout, packing: Packing, left: int) -> tuple[Moves, ...]:
-    """Which rows of which ranks go where keys are packed, for each run: those that it sees."""
-    found = zip(packing.starts_k, packing.copied or (), _first_seen(layout, packing, left))
+def pulls_into(layout: Layout, packing: Packing, left: int) -> tuple[tuple[Pull, ...], ...]:
+    """Returns, for each run, which rows become its packed keys: those that it sees."""
+    runs = zip(packing.copied or (), _first_seen(layout, packing, left=left))
     return tuple(
-        moves_of(runs_in_turn(layout, [(seen, keys[1])]), at - keys[0]) for at, keys, seen in found
+        tuple(
+            Pull(rank, row, start=start + shift, stop=stop + shift)
+            for rank, row, start, stop in pulls_in_turn(layout, [(first, keys.stop)])
+        )
+        for keys, first in runs
+        for shift in (keys.row - keys.start,)
     )
 
 
 @functools.lru_cache(maxsize=256)
 def hidden_in(layout: Layout, packing: Packing, left: int) -> tuple[Run, ...]:
-    """Where keys are packed that a run does not see, though its first block begins with them."""
-    found = zip(packing.starts_k, packing.copied or (), _first_seen(layout, packing, left))
-    return tuple((at, at + seen - keys[0]) for at, keys, seen in found if seen > keys[0])
+    """Returns which packed keys a run does not see, though its first block begins with them."""
+    runs = zip(packing.copied or (), _first_seen(layout, packing, left=left))
+    return tuple(
+        (keys.row, keys.row + first - keys.start) for keys, first in runs if first > keys.start
+    )
 
 
-def _first_seen(layout: Layout, packing: Packing, left: int) -> list[int]:
-    """The first key that each run sees."""
-    firsts = [keys[0] for keys in packing.copied or ()]
+def _first_seen(layout: Layout, packing: Packing, *, left: int) -> list[int]:
+    """Returns the first key that each run sees."""
+    firsts = [keys.start for keys in packing.copied or ()]
     if left == OPEN:
         return firsts
     return [max(a, span.first, span.start - left) for a, span in zip(firsts, layout.spans)]
 
 
 @functools.lru_cache(maxsize=256)
-def packing_of(layout: Layout, left: int, right: int) -> Packing:
-    """The sequences of a layout's runs.
+def packing_of(layout: Layout, band: Band) -> Packing:
+    """Packs the runs of a layout as sequences.
 
     >>> import tilewise.distributed as td
     >>> layout = td.striped(1200, 2, block=200)
-    >>> packing_of(layout, 50, 0)
+    >>> packing_of(layout, Band(50, 0))
     Packing(starts_q=(0, 200, 400, 600), starts_k=(0, 256, 640, 1200), used=(200, 344, 360), ...
     """
-    spec = CallSpec(
-        layout, window=(None if left == OPEN else left, None if right == OPEN else right)
-    )
-    keys = [piece_of(spec, span).keys for span in layout.spans]
+    left, right = (None if limit == OPEN else limit for limit in band)
+    spec = CallSpec(layout, window=(left, right))
+    keys = [run_call(spec, span).keys for span in layout.spans]
+    sizes = [x.stop - x.start for x in keys]
     starts_q = [span.row for span in layout.spans] + [layout.tokens]
     if any(a.stop > b.start for a, b in itertools.pairwise(keys)):
-        sizes = (x.stop - x.start for x in keys)
-        starts_k = itertools.accumulate(sizes, initial=0)
-        return Packing(
-            tuple(starts_q), tuple(starts_k), None, tuple((x.start, x.stop) for x in keys)
-        )
-    starts_k, used = [x.start for x in keys] + [layout.seqlen], [x.stop - x.start for x in keys]
+        starts_k = tuple(itertools.accumulate(sizes, initial=0))
+        copied = tuple(KeyRun(row, x.start, stop=x.stop) for row, x in zip(starts_k, keys))
+        return Packing(tuple(starts_q), starts_k, used=None, copied=copied)
+    starts_k = [x.start for x in keys] + [layout.seqlen]
     if starts_k[0] > 0:  # keys that no run sees are of a sequence without queries
-        starts_q, starts_k, used = [0, *starts_q], [0, *starts_k], [0, *used]
-    return Packing(tuple(starts_q), tuple(starts_k), tuple(used), None)
+        starts_q, starts_k, sizes = [0, *starts_q], [0, *starts_k], [0, *sizes]
+    return Packing(tuple(starts_q), tuple(starts_k), used=tuple(sizes), copied=None)
 
 
 @functools.lru_cache(maxsize=256)
-def _on(packing: Packing, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
-    def there(x: tuple[int, ...]) -> Tensor:
+def _lengths_on(packing: Packing, device: torch.device) -> Extras:
+    """Returns the lengths of packed sequences as a call takes them."""
+
+    def to_device(x: tuple[int, ...]) -> Tensor:
         return torch.tensor(x, dtype=torch.int32, device=device)
 
-    used = None if packing.used is None else there(packing.used)
-    return there(packing.starts_q), there(packing.starts_k), used
+    return Extras(
+        seqused_k=None if packing.used is None else to_device(packing.used),
+        cu_seqlens_q=to_device(packing.starts_q),
+        cu_seqlens_k=to_device(packing.starts_k),
+    )
 
 
-def _extras(spec: CallSpec, packing: Packing, device: torch.device, sinks: Tensor | None) -> Extras:
-    starts_q, starts_k, used = _on(packing, device)
-    return Extras(spec.alibi_slopes, sinks, used, None, starts_q, starts_k)
+def _extras(spec: CallSpec, packing: Packing, *, device: torch.device) -> Extras:
+    lengths = _lengths_on(packing, device)
+    return lengths._replace(alibi_slopes=spec.extras.alibi_slopes, sinks=spec.extras.sinks)
 
 
-def _memory(packing: Packing, known: Keys) -> list[Tensor]:
-    """Where K and V are packed."""
-    whole = [known.k, known.v]
-    if packing.copied is None or known.is_packed:
+def _memory(packing: Packing, pulled: PulledKeys) -> list[Tensor]:
+    """Returns memory for packed K and V."""
+    whole = [pulled.k, pulled.v]
+    if packing.copied is None or pulled.is_packed:
         return whole
     return [x.new_empty(1, packing.starts_k[-1], *x.shape[2:]) for x in whole]
 
 
-def _arrive(packing: Packing, known: Keys, into: list[Tensor]) -> None:
+def _fill(packing: Packing, pulled: PulledKeys, *, memory: list[Tensor]) -> None:
     """Fills that memory, for what the stream does next."""
-    known.arrive_all()
-    if packing.copied is not None and not known.is_packed:
-        for x, whole in zip(into, (known.k, known.v)):
-            torch.cat([whole[:, a:b] for a, b in packing.copied], 1, out=x)
+    pulled.arrive_all()
+    if packing.copied is not None and not pulled.is_packed:
+        for x, whole in zip(memory, (pulled.k, pulled.v)):
+            torch.cat([whole[:, run.start : run.stop] for run in packing.copied], 1, out=x)
 
 
-def attend(spec: CallSpec, q: Tensor, known: Keys, backend: str | None) -> tuple[Tensor, Tensor]:
-    """`out` and `lse` of a rank's queries, as `rows.attend` has them."""
-    packing = packing_of(spec.layout, *spec.sides)
-    keys = _memory(packing, known)
-    _arrive(packing, known, keys)
-    return call(
-        *(q, *keys),
-        extras=_extras(spec, packing, q.device, spec.sinks),
-        numbers=(spec.scale, spec.softcap, 0.0),
-        window=("bottom_right", *spec.sides),
-        deterministic=spec.deterministic,
-        backend=backend,
+def attend(spec: CallSpec, q: Tensor, pulled: PulledKeys) -> tuple[Tensor, Tensor]:
+    """Computes `out` and `lse` of a rank's queries, like `rows.attend`."""
+    packing = packing_of(spec.layout, spec.band)
+    k, v = memory = _memory(packing, pulled)
+    _fill(packing, pulled, memory=memory)
+    extras = _extras(spec, packing, device=q.device)
+    return attend_run(spec, q, k, v, band=spec.band, extras=extras)
+
+
+def gradients(
+    spec: CallSpec, saved: Saved, pulled: PulledKeys, *, add_key_grads: AddKeyGrads
+) -> QueryGrads:
+    """Computes gradients of a rank's queries, like `rows.gradients`."""
+    packing, lse = packing_of(spec.layout, spec.band), saved.lse
+    k, v = memory = _memory(packing, pulled)
+    extras = _extras(spec, packing, device=k.device)
+    if extras.sinks is not None:
+        extras = extras._replace(sinks=extras.sinks.to(lse.dtype))
+
+    def add(grads: Grads) -> None:
+        add_key_grads(grads.dk, grads.dv, runs=packing.copied or ())
+
+    grads = gradients_of(
+        spec,
+        saved._replace(k=k, v=v, lse=lse.contiguous()),
+        band=spec.band,
+        extras=extras,
+        between=Between(lambda: _fill(packing, pulled, memory=memory), add),
     )
-
-
-def gradients(spec: CallSpec, saved: Saved, known: Keys, give: Give) -> Gradients:
-    """Gradients of a rank's queries, as `rows.gradients` has them."""
-    packing, lse = packing_of(spec.layout, *spec.sides), saved.lse
-    memory = _memory(packing, known)
-    k, v = memory
-    runs = tuple((at, *keys) for at, keys in zip(packing.starts_k, packing.copied or ()))
-    sinks = None if spec.sinks is None else spec.sinks.to(lse.dtype)
-    extras = _extras(spec, packing, k.device, sinks)
-    saved = saved._replace(k=k, v=v, lse=lse.contiguous())
-    between = Between(
-        lambda: _arrive(packing, known, memory), lambda found: give(found.dk, found.dv, runs)
-    )
-    found = gradients_of(spec, saved, "bottom_right", *spec.sides, extras, between=between)
-    return Gradients(found.dq, found.dsinks)
+    return QueryGrads(grads.dq, grads.dsinks)

@@ -1,43 +1,42 @@
 """Keys travel, queries stay: each rank pulls the keys and values that its queries see, whole and in
 the order of the sequence, so that nothing is merged and no row is rounded twice.
 
-Backward, each rank has a part of the gradient of every key that its queries saw: see
-`stream_backward`.
+Backward, each rank has a part of the gradient of every key that its queries saw, which the owners
+of keys add (`sums`); of some heads at a time, where all would take much memory.
 """
 
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
-from ...ops.calls import eager_apply, resolved
-from ...problem import Saved
-from ..transport.arena import reporting
+from ...problem import Grads, Saved
 from ..transport.halves import Arena
 from . import one_launch, packed_runs, placed, rows
+from .autograd import Attention, apply_eagerly
 from .call_spec import CallSpec
 from .pulled_keys import pull_keys
-from .stream_backward import backward
+from .run_calls import map_saved
+from .sums import Sums
 
 Tensor = torch.Tensor
+MOST_BYTES = 1 << 31  # of a rank's parts of the gradients of all keys, of the heads of a group
 
 
 def supports(spec: CallSpec, nheads: int, nheads_k: int) -> str | None:
-    """None: any number of heads, ranks and tokens, and every feature that is checked before."""
+    """Supports any number of heads, ranks and tokens, and every feature that is checked before."""
     return None
 
 
 def attend(
     arena: Arena, spec: CallSpec, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """`out` and `lse` of a rank's rows."""
-    if spec.found is None:
-        return _Stream.apply(arena, spec, q, k, v, spec.sinks)
+    """Computes `out` and `lse` of a rank's rows."""
+    if spec.prepared is None:
+        return Attention.apply(_forward, backward, arena, spec, q, k, v, spec.extras.sinks)
     if spec.learns:
-        return _apply_eagerly(arena, spec, q, k, v, spec.sinks)
+        return apply_eagerly(_forward, backward, arena, spec, q, k, v, spec.extras.sinks)
     return _forward(arena, spec, q, k, v)
 
 
@@ -52,42 +51,114 @@ def _forward(
 
 
 def by_runs(spec: CallSpec, q: Tensor) -> ModuleType:
-    """What computes runs of rows: a call for each, or one for all."""
+    """Returns the module that computes runs of rows: in a call for each, or one for all."""
     return packed_runs if packed_runs.serves(spec, q) else rows
 
 
-class _Stream(torch.autograd.Function):
-    """Attention of a rank's queries to pulled keys."""
-
-    @staticmethod
-    def forward(ctx: Any, arena: Arena, spec: CallSpec, q, k, v, sinks):
-        out, lse = _forward(arena, spec, q, k, v)
-        ctx.arena, ctx.spec = arena, spec
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.set_materialize_grads(False)
-        return out, lse
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout, dlse):  # pyright: ignore[reportIncompatibleMethodOverride]
-        with reporting(ctx.spec.layout):
-            saved = Saved(*resolved((dout, dlse)), *ctx.saved_tensors)
-            grads = backward(ctx.arena, ctx.spec, saved)
-        return None, None, grads.dq, grads.dk, grads.dv, grads.dsinks
-
-
-_apply_eagerly = eager_apply(_Stream)
-
-
 def _attend(arena: Arena, spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """`out` and `lse`, in launches that begin after copies."""
+    """Computes `out` and `lse` in launches that begin after copies."""
     backend = rows.backend_of_runs(spec, q, k, v) if spec.bitwise else spec.backend
     is_placed = spec.is_modified or (spec.bitwise and backend is None)
-    way = by_runs(spec, q)
+    module = by_runs(spec, q)
     signature = f"attention (stream): {spec.signature}"
     reads_all = is_placed or packed_runs.reads_between(spec, q)
-    keys = pull_keys(arena, spec, k, v, signature, reads_all)
+    pulled = pull_keys(arena, spec, k, v, signature=signature, reads_all=reads_all)
     if is_placed:
-        keys.arrive_all()
-        return placed.attend(spec, q, keys.k, keys.v)
-    return way.attend(spec, q, keys, backend)
+        pulled.arrive_all()
+        return placed.attend(spec, q, pulled.k, pulled.v)
+    return module.attend(spec._replace(backend=backend), q, pulled)
+
+
+def backward(arena: Arena, spec: CallSpec, saved: Saved) -> Grads:
+    """Computes the gradients of `stream.attend`."""
+    q, k, v, out = saved.q, saved.k, saved.v, saved.out
+    signature = f"the backward of attention (stream): {spec.signature}"
+    exact = rows.working_dtype(q)
+    packing = packed_runs.packing_for(spec, q, k, v)
+    pulled = pull_keys(
+        arena,
+        spec,
+        k,
+        v,
+        signature=signature,
+        reads_all=spec.is_modified or (packing is None and packed_runs.reads_between(spec, q)),
+        packing=packing,
+    )
+    dout = torch.zeros_like(out) if saved.dout is None else saved.dout
+    dout, q, out = (x.to(exact) for x in (dout, q, out))
+    if exact != k.dtype:
+        pulled.arrive_all()
+        pulled = pulled._replace(k=pulled.k.to(exact), v=pulled.v.to(exact))
+    exact_saved = saved._replace(dout=dout, q=q, out=out)
+    grads = _in_groups(arena, spec, exact_saved, pulled=pulled, signature=signature)
+    arena.settle(*grads[:3])
+    sinks = spec.extras.sinks
+    if grads.dsinks is None or sinks is None:
+        return grads
+    return grads._replace(dsinks=grads.dsinks.to(sinks.dtype))
+
+
+def _in_groups(
+    arena: Arena, spec: CallSpec, saved: Saved, *, pulled: rows.PulledKeys, signature: str
+) -> Grads:
+    """Computes gradients in as many groups of heads as leave little memory."""
+    dtype, nheads_k = saved.k.dtype, saved.k.shape[2]
+    query_grads, key_grads = [], []
+    for group in _groups(spec, saved):
+        heads = slice(group.start, group.stop)
+        keys = pulled._replace(k=pulled.k[:, :, heads], v=pulled.v[:, :, heads])
+        of_group, saved_of_group = _of_heads(spec, saved, group=group, nheads_k=nheads_k)
+        saved_of_group = saved_of_group._replace(k=keys.k, v=keys.v)
+        sums = Sums(arena, spec, f"the sums of {signature}", dtype=dtype)
+        query_grads.append(_gradients(of_group, saved_of_group, keys, add_key_grads=sums.begin))
+        key_grads.append(sums.finish())
+    dq, dsinks = _joined(query_grads)
+    dk, dv = (x[0] if len(x) == 1 else torch.cat(x, 2) for x in zip(*key_grads))
+    return Grads(dq.to(dtype), dk, dv, dsinks=dsinks)
+
+
+def _joined(groups: list[rows.QueryGrads]) -> rows.QueryGrads:
+    """Joins the gradients of groups of heads."""
+    if len(groups) == 1:
+        return groups[0]
+    sinks = [x.dsinks for x in groups if x.dsinks is not None]
+    dq = torch.cat([x.dq for x in groups], 2)
+    return rows.QueryGrads(dq, torch.cat(sinks) if sinks else None)
+
+
+def _gradients(
+    spec: CallSpec, saved: Saved, pulled: rows.PulledKeys, *, add_key_grads: rows.AddKeyGrads
+) -> rows.QueryGrads:
+    if spec.is_modified:
+        pulled.arrive_all()
+        return placed.gradients(spec, saved, add_key_grads=add_key_grads)
+    is_packed = pulled.is_packed or packed_runs.serves(spec, saved.q)
+    module = packed_runs if is_packed else rows
+    return module.gradients(spec, saved, pulled, add_key_grads=add_key_grads)
+
+
+def _groups(spec: CallSpec, saved: Saved) -> list[range]:
+    """Returns key heads that are computed together: parts for all keys take up to MOST_BYTES."""
+    nheads_k = saved.k.shape[2]
+    keys = saved.k.shape[0] * spec.layout.seqlen * nheads_k
+    nbytes = keys * (saved.k.shape[3] + saved.v.shape[3]) * saved.lse.itemsize
+    count = 1
+    if not spec.uses_head_index:
+        fitting = (n for n in range(1, nheads_k) if nheads_k % n == 0 and nbytes <= n * MOST_BYTES)
+        count = next(fitting, nheads_k)
+    heads = nheads_k // count
+    return [range(i * heads, (i + 1) * heads) for i in range(count)]
+
+
+def _of_heads(
+    spec: CallSpec, saved: Saved, *, group: range, nheads_k: int
+) -> tuple[CallSpec, Saved]:
+    """Returns the call of a group's query heads."""
+    if len(group) == nheads_k:
+        return spec, saved
+    ratio = saved.q.shape[2] // nheads_k
+    heads = slice(group.start * ratio, group.stop * ratio)
+    part = map_saved(
+        saved, queries=lambda x: x[:, :, heads], lse=lambda x, _: x[:, heads].contiguous()
+    )
+    return spec.of_heads(heads), part

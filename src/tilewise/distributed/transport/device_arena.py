@@ -41,7 +41,7 @@ class DeviceArena(Arena):
         self.side: Any = None  # high priority: copies are few and short beside a kernel's programs
         self.last: Any = None  # the stream of the call, and before it that of the one before
         self.raw = -1  # its address
-        self.begun: Any = None  # recorded on it before copies begin
+        self.ready: Any = None  # recorded on it before copies begin
         self.events: list[Any] = []  # on the side stream, in turn
         self.marks = self.waited = 0  # those that were made, and that `last` has waited for
         self.words, self.limit = barrier.signals.words, barrier.nanoseconds
@@ -55,7 +55,7 @@ class DeviceArena(Arena):
         self.starts: list[int] = []  # addresses of the ranks' blocks
         if self.has_streams:
             self.side = torch.cuda.Stream(device, priority=-1)
-            self.begun = torch.cuda.Event()
+            self.ready = torch.cuda.Event()
             self.events = [torch.cuda.Event() for _ in range(EVENTS)]
             self.write = writer_of(self.words)
             self.dma = copier_of(self.words)
@@ -80,30 +80,31 @@ class DeviceArena(Arena):
         self.starts = [x.data_ptr() for x in self.blocks]
 
     def copy(self, table: Table, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-        read, written = ([x.data_ptr() for x in tensors] for tensors in (sources, targets))
-        if table.serves(read + written):
-            self.copy_table(table, read, written, self.device)
+        source_addresses = [x.data_ptr() for x in sources]
+        target_addresses = [x.data_ptr() for x in targets]
+        if table.serves(source_addresses + target_addresses):
+            self.copy_table(table, source_addresses, target_addresses, self.device)
         else:
             super().copy(table, sources, targets)
 
     def add_runs(
         self, parts: Tensor, places: Tensor, targets: Tensor | None, total: Tensor
     ) -> None:
-        add_runs(self.launch, parts, places, targets, total)
+        add_runs(self.launch, parts, places, targets=targets, total=total)
 
-    def pull_all(
-        self, lists: Sequence[Sequence[Piece]], targets: Sequence[Tensor], counted: int = 0
+    def pull(
+        self, lists: Sequence[Sequence[Piece]], targets: Sequence[Tensor], *, counted: int = 0
     ) -> list[Any]:
         if self.dma is None or not self.has_streams:
-            return super().pull_all(lists, targets, counted)
-        copy, side, marks = self.dma, self.side.cuda_stream, []
+            return super().pull(lists, targets, counted=counted)
+        copy, stream, marks = self.dma, self.side.cuda_stream, []
         half, addresses = self.half * self.room, [x.data_ptr() for x in targets]
         starts = [x + half for x in self.starts]
         self._follow_caller()
         with on_device(self.device):  # the driver's calls are of the current one
             for pieces in lists:
-                for number, (rank, start, target, at, nbytes) in enumerate(pieces, 1):
-                    copy(side, addresses[target] + at, starts[rank] + start, nbytes)
+                for number, (rank, start, target, offset, nbytes) in enumerate(pieces, 1):
+                    copy(stream, addresses[target] + offset, starts[rank] + start, nbytes)
                     self.pulled += nbytes
                     if counted and number % counted == 0:
                         self.count_piece()
@@ -126,7 +127,7 @@ class DeviceArena(Arena):
             self.barrier.abandon(error)
 
     def mark(self) -> int:
-        """The mark of the copies so far, which `arrive` takes."""
+        """Marks the copies so far, for `arrive`."""
         if self.has_streams:
             self.events[self.marks % EVENTS].record(self.side)
         self.marks += 1
@@ -138,16 +139,14 @@ class DeviceArena(Arena):
             self.waited = mark
 
     def begin_pieces(self, sources: tuple[int, ...]) -> None:
-        """Before `pull_all`: none of the pieces of these ranks has arrived."""
+        """Says, before `pull`, that none of the pieces of these ranks has arrived."""
         self.barrier.expect(sources)
         self.pieces = 0
         with on_device(self.device):  # the default stream is that of the current one
             self._write_pieces(self.raw)
 
     def count_piece(self) -> None:
-        """Once the copies that were begun so far have arrived, a kernel that runs finds so in the
-        word that counts them. The device is current.
-        """
+        """Counts a piece once the copies so far have arrived. The device is current."""
         self.pieces += 1
         self._write_pieces(self.side.cuda_stream if self.has_streams else 0)
 
@@ -161,13 +160,13 @@ class DeviceArena(Arena):
         self.barrier.poison(*pulled)
 
     def _follow_caller(self) -> None:
-        """What the side stream does next comes after what the call's stream was given so far."""
-        self.begun.record(self.last)
-        self.begun.wait(self.side)
+        """Lets the side stream wait for what the call's stream was given so far."""
+        self.ready.record(self.last)
+        self.ready.wait(self.side)
 
     def _follow(self) -> None:
-        """A half that is used again is read by the stream of an earlier call, if not by this one;
-        and a captured graph would replay a barrier's number.
+        """Lets the current stream wait for that of the call before, which may still read the half
+        that is used again. Refuses a captured graph, which would replay a barrier's number.
         """
         if not self.has_streams:
             return

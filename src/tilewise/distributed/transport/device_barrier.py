@@ -24,9 +24,7 @@ KNOWN = 4096  # calls whose fingerprints are kept
 
 
 class DeviceBarrier:
-    """Barriers of a group on a device, one after another. Every rank makes the same ones, each on
-    its current stream.
-    """
+    """Barriers of a group on a device. Every rank makes the same, on its current stream."""
 
     def __init__(
         self, host: Barrier, device: torch.device, pads: list[Tensor], memory: Memory
@@ -56,9 +54,7 @@ class DeviceBarrier:
         return int(self.timeout.total_seconds() * 1e9)
 
     def wait(self, signature: str, is_new: bool = False) -> None:
-        """What this rank's stream does next follows what each rank's did before this barrier. Waits
-        on the host where the call is new, or said to be.
-        """
+        """Lets the stream wait for all ranks, and the host, too, where the call is new."""
         self.check()
         fingerprint = self.known.get(signature)
         if fingerprint is None:
@@ -96,15 +92,11 @@ class DeviceBarrier:
         self.signals.barrier(self.number, RAISED, 0.0, waits=False)
 
     def poison(self, *tensors: Tensor) -> None:
-        """NaN in them if a barrier before has failed, so that nothing false is taken for a
-        result.
-        """
+        """Writes NaN to tensors if a barrier has failed, so that none is taken for a result."""
         self.signals.poison(tensors, self.number)
 
     def expect(self, sources: tuple[int, ...]) -> None:
-        """What is launched next waits for pieces of these ranks. The host, which runs ahead, may
-        learn calls later which did not arrive.
-        """
+        """Notes which ranks' pieces the next launch waits for; an error may come later."""
         self.sources[self.number] = sources
         if len(self.sources) > KNOWN:
             del self.sources[next(iter(self.sources))]
@@ -159,9 +151,7 @@ class DeviceBarrier:
         )
 
     def _resume(self) -> None:
-        """After an error that left all ranks alive: the ranks have run ahead by different numbers
-        of barriers, and go on from the largest.
-        """
+        """Lets all ranks go on, after an error, from the largest of their numbers."""
         numbers = self.host.wait("the call after one that failed", str(self.number))
         synchronize(self.device)  # of a call before, on another stream, too
         self.signals.reset()

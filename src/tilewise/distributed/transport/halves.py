@@ -42,9 +42,7 @@ class Arena:
         self.views: dict[Any, Tensor] = {}  # of the blocks; see `exchange.Published`
 
     def publish(self, nbytes: int, signature: str) -> Tensor:
-        """Room for what this rank publishes next, uint8; `signature` is that of the call, and ranks
-        that make the same one ask for as many bytes.
-        """
+        """Returns room for what this rank publishes next, uint8: the same size on all ranks."""
         if self.epoch != self.host.epoch:  # an error came to some ranks as the arena grew, or read
             self.epoch, self.room = self.host.epoch, 0
         if not self.room or nbytes > self.room:
@@ -60,14 +58,14 @@ class Arena:
         self.barrier.wait(signature)
 
     def abandon(self, error: BaseException | None) -> None:
-        """After an error of this rank or of another, which the host has said; None if before."""
+        """Ends the epoch after an error of this rank; None if the other ranks have learnt of it."""
 
     def of(self, rank: int, nbytes: int) -> Tensor:
-        """What a rank has published, uint8; after `meet`, and until the call after the next."""
+        """Views what a rank has published, uint8: after `meet`, until the call after the next."""
         return self.blocks[rank].narrow(0, self.half * self.room, nbytes)
 
     def grow(self, nbytes: int, signature: str) -> None:
-        """New memory on every rank, which is there on all of them when it returns."""
+        """Allocates new memory on every rank, which is there on all of them when it returns."""
         self.views.clear()
         self.blocks = self.memory.allocate(self.barrier, nbytes, signature)
 
@@ -79,15 +77,13 @@ class Arena:
         return view
 
     def copy(self, table: Table, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-        """The copies of a table, all of this rank's memory."""
+        """Makes the copies of a table, all of this rank's memory."""
         copy_one_by_one(table, sources, targets)
 
     def add_runs(
         self, parts: Tensor, places: Tensor, targets: Tensor | None, total: Tensor
     ) -> None:
-        """The sums of the rows of `parts` at `places`, (rows, runs), none below 0, into the rows
-        of `total` that `targets` names, or into all.
-        """
+        """Writes sums of rows of `parts`, at `places` (rows, runs), to rows of `total`."""
         exact = parts.new_zeros(len(places), *total.shape[1:])
         for place in places.unbind(1):
             is_seen = place >= 0
@@ -97,47 +93,45 @@ class Arena:
         else:
             total[targets.long()] = exact.to(total.dtype)
 
-    def pull(self, pieces: Sequence[Piece], targets: Sequence[Tensor], counted: int = 0) -> Any:
-        """Begins to copy pieces of what other ranks have published, beside what the caller's stream
-        does next; the mark of their arrival. Every `counted` of them are counted as one.
-        """
-        return self.pull_all((pieces,), targets, counted)[0]
-
-    def pull_all(
-        self, lists: Sequence[Sequence[Piece]], targets: Sequence[Tensor], counted: int = 0
+    def pull(
+        self, lists: Sequence[Sequence[Piece]], targets: Sequence[Tensor], *, counted: int = 0
     ) -> list[Any]:
-        """Does as `pull` for several lists, one after the other; the mark of each."""
+        """Begins to copy lists of pieces of what other ranks have published, one list after the
+        other, while the caller's stream goes on. Every `counted` pieces are counted as one.
+
+        Returns:
+            A mark for each list, for `arrive`.
+        """
         marks = []
         with self.copying():
             for pieces in lists:
                 self.pulled += sum([x.nbytes for x in pieces])
-                self.begin(pieces, targets, counted)
+                for number, piece in enumerate(pieces, 1):
+                    self._copy_piece(piece, targets[piece.target])
+                    if counted and number % counted == 0:
+                        self.count_piece()
                 marks.append(self.mark())
         return marks
 
-    def begin(self, pieces: Sequence[Piece], targets: Sequence[Tensor], counted: int) -> None:
-        """Inside of `copying`: begins these copies."""
-        for number, (rank, start, target, at, nbytes) in enumerate(pieces, 1):
-            block = self.of(rank, start + nbytes)
-            bytes_at(targets[target], at, nbytes, 1, nbytes).copy_(block[None, start:])
-            if counted and number % counted == 0:
-                self.count_piece()
+    def _copy_piece(self, piece: Piece, target: Tensor) -> None:
+        nbytes = piece.nbytes
+        block = self.of(piece.rank, piece.start + nbytes)
+        row = bytes_at(target, piece.offset, pitch=nbytes, rows=1, width=nbytes)
+        row.copy_(block[None, piece.start :])
 
     def count_piece(self) -> None:
-        """Inside of `copying`, of an arena that counts pieces."""
+        """Counts the copies inside of `copying` so far as arrived, in an arena that can."""
 
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:
-        """Copies inside are made beside what the caller's stream does next."""
+        """Makes the copies inside while the caller's stream goes on."""
         yield
 
     def mark(self) -> Any:
-        """Inside of `copying`: the copies that were begun so far, for `arrive`."""
+        """Marks the copies inside of `copying` so far, for `arrive`."""
 
     def arrive(self, mark: Any) -> None:
-        """What the caller's stream does next follows these copies."""
+        """Lets the caller's stream wait for these copies."""
 
     def settle(self, *pulled: Tensor) -> None:
-        """Once all copies have arrived: makes sure that tensors which were pulled of a call that
-        failed are not taken for results.
-        """
+        """Makes sure that what a failed call has pulled is not taken for a result."""

@@ -71,9 +71,7 @@ class Memory(abc.ABC):
 
 
 class Files(Memory):
-    """On the CPU, ranks of one machine: a file of each rank that all of them map. Files are
-    removed as soon as they are mapped, so that nothing stays behind, however a process ends.
-    """
+    """On CPUs of one machine: a file of each rank that all map, and remove at once."""
 
     path = ""
 

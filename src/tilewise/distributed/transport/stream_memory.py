@@ -26,9 +26,7 @@ COPY = "cuMemcpyDtoDAsync_v2", (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_
 
 
 def writer_of(words: Tensor) -> Writer | None:
-    """What writes on the device of `words`, int32, once it has been seen to; else None, with a
-    warning.
-    """
+    """Returns a checked writer on the device of `words`, int32; else None, with a warning."""
 
     def sees(write: Writer, stream: int) -> None:
         for number in (7, 0):
@@ -69,9 +67,7 @@ def _check(words: Tensor, place: int, number: int) -> None:
 
 @functools.cache
 def _writer() -> Writer:
-    """cuStreamWriteValue32, for the current device; OSError or AttributeError where the driver has
-    none.
-    """
+    """Loads cuStreamWriteValue32; OSError or AttributeError where the driver has none."""
     call = _driver(WRITE[0], ctypes.c_void_p, *WRITE[1])
 
     def write(stream: int, address: int, number: int) -> None:

@@ -1,0 +1,175 @@
+"""Which parts of the gradients of keys a rank adds, and in which slices parts are exchanged."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from ..layouts.layout import Layout
+from ..layouts.pulls import rows_of, shared_rows, without
+from ..layouts.work import Band, KeyRun, Run, keys_of
+from ..transport.copies import ALIGN
+
+Tensor = torch.Tensor
+
+
+class Slice(NamedTuple):
+    """Rows [first, stop) of a rank's shared rows, and their place among those of all owners."""
+
+    first: int
+    stop: int
+    place: int
+    rows: int  # of all owners
+    parts: tuple[RankRows, ...] = ()  # counted from `first` on
+
+
+class RankRows(NamedTuple):
+    """Rows [first, stop) that a rank sees."""
+
+    rank: int
+    first: int
+    stop: int
+
+
+class Tables(NamedTuple):
+    """Which parts are added, and where; -1 where a run does not see a row's key."""
+
+    slices: tuple[Slice, ...]
+    places: tuple[Tensor, ...]  # of the rows of each slice, of all owners, (rows, runs)
+    shared: Tensor  # of each row that others see the ranks that do, bit r for rank r, and the row
+    private: Tensor  # rows that no other rank sees
+    private_places: Tensor
+
+
+def most_rows(room: int, row_bytes: Sequence[int], *, ranks: int) -> int:
+    """Returns how many rows of every owner a slice may have: of tensors that each begin at a
+    multiple of ALIGN bytes.
+
+    >>> most_rows(2 * 1024 * 256, [512, 512], ranks=4)  # K and V of 1024 rows, in 16 bits
+    128
+    """
+    padding = sum(ALIGN for n in row_bytes if n % ALIGN)
+    return max(1, (room - padding) // max(1, sum(row_bytes) * ranks))
+
+
+@functools.lru_cache(maxsize=256)
+def slices_of(counts: tuple[int, ...], rank: int, *, slice_rows: int) -> tuple[Slice, ...]:
+    """Returns a rank's slices, where each owner has `counts` rows: in each slice the same share of
+    all of them, `slice_rows` rows per owner or fewer, in the mean.
+
+    >>> for x in slices_of((5, 10), 1, slice_rows=4):  # 3 and 5 rows, then 2 and 5
+    ...     print(x)
+    Slice(first=0, stop=5, place=3, rows=8, parts=())
+    Slice(first=5, stop=10, place=2, rows=7, parts=())
+    """
+    slices, first = [], 0
+    for shares in _shares(counts, -(-sum(counts) // (slice_rows * len(counts)))):
+        stop, place = first + shares[rank], sum(shares[:rank])
+        slices.append(Slice(first, stop, place=place, rows=sum(shares)))
+        first = stop
+    return tuple(slices)
+
+
+def _shares(counts: tuple[int, ...], number: int) -> Iterator[list[int]]:
+    """Yields each owner's rows in each of `number` slices, which differ by one row at most."""
+    remaining = list(counts)
+    for slices in range(number, 0, -1):
+        shares = [n // slices for n in remaining]
+        extra = -(-sum(remaining) // slices) - sum(shares)
+        by_remainder = sorted(range(len(counts)), key=lambda r: -(remaining[r] % slices))
+        for r in by_remainder[:extra]:
+            shares[r] += 1
+        remaining = [n - share for n, share in zip(remaining, shares)]
+        yield shares
+
+
+@functools.lru_cache(maxsize=8)
+def tables_of(
+    layout: Layout, band: Band, *, slice_rows: int, runs: tuple[KeyRun, ...], device: torch.device
+) -> Tables:
+    """Returns the tables of a layout under a band, whose parts lie in `runs`."""
+    shared = shared_rows(layout, band)
+    positions = [_positions(layout.at(rank), rows) for rank, rows in enumerate(shared)]
+    counts = tuple(map(len, positions))
+    of_ranks = [slices_of(counts, rank, slice_rows=slice_rows) for rank in range(layout.ranks)]
+    mine = shared[layout.rank]
+    rows = _indices(mine)
+    bits = _bits_of(layout, band)[rows.long()]
+    places_by_position = places_of(runs, layout.seqlen)
+    slices = tuple(
+        x._replace(parts=_runs_of_bits(bits[x.first : x.stop], layout.ranks))
+        for x in of_ranks[layout.rank]
+    )
+    places = []
+    for pieces in zip(*of_ranks):
+        of_owners = [x[piece.first : piece.stop] for x, piece in zip(positions, pieces)]
+        places.append(places_by_position[torch.cat(of_owners)].to(device))
+    private = _indices(without([(0, layout.tokens)], mine))
+    private_positions = _positions(layout, [(0, layout.tokens)])[private.long()]
+    return Tables(
+        slices,
+        tuple(places),
+        shared=torch.stack([bits, rows], 1).to(device),
+        private=private.to(device),
+        private_places=places_by_position[private_positions].to(device),
+    )
+
+
+def places_of(runs: Sequence[KeyRun], seqlen: int) -> Tensor:
+    """Returns where the runs that see a key have their parts of its gradient, (seqlen, most runs
+    that see a key), int32: in the order of the runs, then -1.
+
+    >>> places_of((KeyRun(0, 0, 1), KeyRun(1, 0, 4), KeyRun(5, 2, 4)), 4).tolist()
+    [[0, 1], [2, -1], [3, 5], [4, 6]]
+    """
+    places = torch.full((seqlen, _depth(runs)), -1, dtype=torch.int32)
+    depth = torch.zeros(seqlen, 1, dtype=torch.int64)
+    for row, start, stop in runs:
+        place = torch.arange(row, row + stop - start, dtype=torch.int32)[:, None]
+        places[start:stop].scatter_(1, depth[start:stop], place)
+        depth[start:stop] += 1
+    return places
+
+
+def _depth(runs: Sequence[KeyRun]) -> int:
+    """Returns how many runs at most see a key."""
+    ends = sorted([(x.start, 1) for x in runs] + [(x.stop, -1) for x in runs])
+    return max(1, *itertools.accumulate(step for _, step in ends))
+
+
+def _positions(layout: Layout, rows: Sequence[Run]) -> Tensor:
+    """Returns the positions of some of a rank's rows."""
+    all_rows = [torch.arange(a, b) for a, b in (*layout.runs[layout.rank], (0, 0))]
+    return torch.cat(all_rows)[_indices(rows).long()]
+
+
+def _indices(rows: Sequence[Run]) -> Tensor:
+    return torch.cat([torch.arange(a, b, dtype=torch.int32) for a, b in (*rows, (0, 0))])
+
+
+def _bits_of(layout: Layout, band: Band) -> Tensor:
+    """Returns the ranks that see the key of every row of this rank, int32: bit r for rank r."""
+    bits = torch.zeros(layout.tokens, dtype=torch.int32)
+    for rank in range(layout.ranks):
+        bit = torch.tensor(1 << rank).to(torch.int32)  # of rank 31 the sign
+        for start, stop in rows_of(layout, keys_of(layout.at(rank).spans, band)):
+            bits[start:stop] |= bit
+    return bits
+
+
+def _runs_of_bits(bits: Tensor, ranks: int) -> tuple[RankRows, ...]:
+    """Returns the runs of rows that have a rank's bit, in the order of the ranks.
+
+    >>> _runs_of_bits(torch.tensor([1, 3, 2]), 2)
+    (RankRows(rank=0, first=0, stop=2), RankRows(rank=1, first=1, stop=3))
+    """
+    runs = []
+    for rank in range(ranks):
+        has_bit = torch.nn.functional.pad((bits >> rank) & 1, (1, 1))
+        edges = has_bit.diff().nonzero().flatten().tolist()
+        runs += [RankRows(rank, a, stop=b) for a, b in zip(edges[::2], edges[1::2])]
+    return tuple(runs)

@@ -1,0 +1,204 @@
+"""The copies of the exchanges: keys of all ranks to the queries that see them; and, as an
+all-to-all, rows of all heads to heads of all rows, and back. Heads come and go in groups, so that
+all but the first and last copies are made beside the attention of other groups.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterable, Iterator
+
+from ...kernels.common.row_table import Table
+from ..layouts.layout import Layout
+from ..layouts.pulls import Pull, pulls_in_turn
+from ..layouts.work import Run
+from .copies import Blocks, CopyList, Kind, Piece, Place, rows_between
+
+
+@functools.lru_cache(maxsize=256)
+def keys_to_queries(
+    layout: Layout,
+    pulls: tuple[tuple[Pull, ...], ...],
+    *,
+    tokens: int,
+    kinds: tuple[Kind, ...],
+    sources: tuple[Place, ...],
+    batch: int,
+    groups: tuple[range, ...],
+    shared: tuple[tuple[Run, ...], ...],
+    side_by_side: bool = False,
+) -> CopyList:
+    """Lists the copies of lists of pulls into `tokens` rows. Each rank publishes its `shared` rows,
+    which the others pull. There is a list of pieces for each group and each list of pulls.
+    """
+    blocks = functools.partial(Blocks, kinds, groups, batch=batch, side_by_side=side_by_side)
+    halves, whole = [blocks(tokens=_count(runs)) for runs in shared], blocks(tokens=tokens)
+    me, my_shared = layout.rank, shared[layout.rank]
+    rows = []
+    for group, kind, b in itertools.product(groups, range(len(kinds)), range(batch)):
+        source = sources[kind].moved(head=group.start, row=b)
+        half = halves[me].joint_place(kind, group).moved(row=b)
+        target = whole.place(kind, group).moved(row=b)
+        target = target._replace(tensor=1 + target.tensor)
+        copied = functools.partial(rows_between, heads=len(group))
+        for start, stop in my_shared:
+            published = half.moved(place_among(my_shared, start))
+            rows.append(copied(source.moved(start), published, tokens=stop - start))
+        for _, row, start, stop in (x for part in pulls for x in part if x.rank == me):
+            rows.append(copied(source.moved(row), target.moved(start), tokens=stop - start))
+    remote = [
+        [x._replace(row=place_among(shared[x.rank], x.row)) for x in part if x.rank != me]
+        for part in pulls
+    ]
+    pieces = tuple(
+        tuple(_key_pieces(halves, whole, group=group, pulls=part))
+        for group, part in itertools.product(groups, remote)
+    )
+    return CopyList(max(x.nbytes for x in halves), Table(rows), pieces=pieces)
+
+
+def _count(runs: Iterable[Run]) -> int:
+    return sum(stop - start for start, stop in runs)
+
+
+def place_among(rows: Iterable[Run], row: int) -> int:
+    """Counts how many of some rows come before one of them.
+
+    >>> place_among([(0, 2), (6, 8)], 7)
+    3
+    """
+    before = 0
+    for start, stop in rows:
+        if start <= row < stop:
+            return before + row - start
+        before += stop - start
+    raise ValueError(f"row {row} is none of those that are published")
+
+
+def _key_pieces(
+    halves: list[Blocks], whole: Blocks, *, group: range, pulls: Iterable[Pull]
+) -> Iterator[Piece]:
+    buffers = 1 if whole.side_by_side else len(whole.kinds)
+    for pull in pulls:
+        for kind, b in itertools.product(range(buffers), range(whole.batch)):
+            source = halves[pull.rank].joint_place(kind, group).moved(pull.row, row=b)
+            target = whole.place(kind, group).moved(pull.start, row=b)
+            yield from _pieces(pull.rank, source, target, tokens=pull.stop - pull.start)
+
+
+def _pieces(
+    rank: int, source: Place, target: Place, *, tokens: int, heads: int = 1
+) -> Iterator[Piece]:
+    """Yields the pieces of some rows: one, or where these lie by head one for each head."""
+    nbytes = tokens * target.of_token
+    for head in range(heads):
+        if nbytes:
+            start, offset = source.moved(head=head).start, target.moved(head=head).start
+            yield Piece(rank, start, target.tensor, offset=offset, nbytes=nbytes)
+
+
+@functools.lru_cache(maxsize=256)
+def rows_to_heads(
+    layout: Layout,
+    kinds: tuple[Kind, ...],
+    *,
+    sources: tuple[Place, ...],
+    batch: int,
+    groups: tuple[range, ...],
+) -> CopyList:
+    """Lists the copies of this rank's rows to the ranks that have their heads. Targets are, for
+    each tensor, memory of the whole sequence, as `Blocks` has it; there is a list of pieces for
+    each group. `kinds` have the heads of one rank, `sources` have all heads.
+    """
+    me, ranks = layout.rank, layout.ranks
+    whole = Blocks(kinds, groups, batch=batch, tokens=layout.seqlen)
+    halves = [Blocks(kinds, groups, batch=batch, tokens=n) for n in layout.counts]
+    rows, pieces = [], []
+    for group in groups:
+        of_group: list[Piece] = []
+        for kind, b in itertools.product(range(len(kinds)), range(batch)):
+            by_head, width = kinds[kind].by_head, whole.width(kind, group)
+            copied = functools.partial(rows_between, heads=width, by_head=by_head)
+            source, target = sources[kind].moved(row=b), whole.place(kind, group).moved(row=b)
+            for rank in range(ranks):
+                heads = source.moved(head=rank * kinds[kind].heads + whole.first(kind, group))
+                if rank != me:
+                    half = _half_for(halves, kind, group, owner=me, reader=rank).moved(row=b)
+                    rows.append(copied(heads, half, tokens=layout.tokens))
+                    continue
+                local, row = target._replace(tensor=1 + kind), 0
+                for start, stop in layout.runs[me]:
+                    rows.append(copied(heads.moved(row), local.moved(start), tokens=stop - start))
+                    row += stop - start
+            for rank, row, start, stop in pulls_in_turn(layout, [(0, layout.seqlen)]):
+                if rank != me:
+                    half = _half_for(halves, kind, group, owner=rank, reader=me).moved(row, row=b)
+                    place, parts = target.moved(start), width if by_head else 1
+                    of_group += _pieces(rank, half, place, tokens=stop - start, heads=parts)
+        pieces.append(tuple(of_group))
+    nbytes = (ranks - 1) * max(x.nbytes for x in halves)
+    return CopyList(nbytes, Table(rows), pieces=tuple(pieces))
+
+
+def _half_for(halves: list[Blocks], kind: int, group: range, *, owner: int, reader: int) -> Place:
+    """Returns where an owner publishes for a reader."""
+    part = reader - (reader > owner)
+    before = part * halves[owner].nbytes
+    return halves[owner].joint_place(kind, group, before=before)
+
+
+@functools.lru_cache(maxsize=256)
+def heads_to_rows(
+    layout: Layout, kinds: tuple[Kind, ...], *, batch: int, groups: tuple[range, ...], group: range
+) -> CopyList:
+    """Lists the copies of a group's heads of the whole sequence to the ranks that have their rows.
+    Targets are the results, of this rank's rows and all heads. Pieces arrive in memory of their
+    own, end to end, and are placed in the results. `kinds` have the heads of one rank.
+    """
+    me, ranks = layout.rank, layout.ranks
+    all_groups = Blocks(kinds, groups, batch=batch, tokens=layout.seqlen)
+    of_group = all_groups.of_group(group)
+    whole = Blocks(of_group, (group,), batch=batch, tokens=layout.seqlen)
+    halves = [Blocks(of_group, (group,), batch=batch, tokens=n) for n in layout.counts]
+    starts = [_starts(halves, owner) for owner in range(ranks)]
+    # (batch, tokens, all heads, ...), or by head
+    all_heads = range(ranks * all_groups.nheads_k)
+    wide = tuple(x._replace(heads=ranks * x.heads) for x in kinds)
+    result = Blocks(wide, (all_heads,), batch=batch, tokens=layout.tokens)
+    part = halves[me].nbytes  # what comes from each of the others
+    slots = {rank: slot * part for slot, rank in enumerate(x for x in range(ranks) if x != me)}
+    rows, placed = [], []
+    for kind, b in itertools.product(range(len(kinds)), range(batch)):
+        source = whole.place(kind, group).moved(row=b)
+        results = result.place(kind, all_heads).moved(row=b)
+        width, by_head = whole.width(kind, group), kinds[kind].by_head
+        copied = functools.partial(rows_between, heads=width, by_head=by_head)
+        for rank in range(ranks):
+            heads = results.moved(head=rank * kinds[kind].heads + all_groups.first(kind, group))
+            target = halves[rank].joint_place(kind, group, before=starts[me][rank]).moved(row=b)
+            if rank == me:
+                target = heads._replace(tensor=1 + kind)
+            row = 0
+            for start, stop in layout.runs[rank]:
+                rows.append(copied(source.moved(start), target.moved(row), tokens=stop - start))
+                row += stop - start
+            if rank != me:
+                arrived = halves[me].joint_place(kind, group, before=slots[rank]).moved(row=b)
+                placed.append(copied(arrived, heads, tokens=layout.tokens))
+    turn = [(me - step) % ranks for step in range(1, ranks)]
+    pieces = tuple(Piece(x, starts[x][me], 0, offset=slots[x], nbytes=part) for x in turn if part)
+    nbytes = max(sum(x.nbytes for x in halves) - half.nbytes for half in halves)
+    return CopyList(
+        nbytes,
+        Table(rows),
+        pieces=(pieces,),
+        placed=Table(placed),
+        placed_nbytes=part * (ranks - 1),
+    )
+
+
+def _starts(halves: list[Blocks], owner: int) -> list[int]:
+    """Returns where an owner publishes for each of the others, part after part."""
+    sizes = (0 if rank == owner else x.nbytes for rank, x in enumerate(halves))
+    return list(itertools.accumulate(sizes, initial=0))
