@@ -30,8 +30,8 @@ Tensor = torch.Tensor
 def supports(spec: CallSpec, nheads: int, nheads_k: int) -> str | None:
     """None, or why results cannot be merged."""
     if spec.bitwise and spec.layout.ranks > 1:
-        return "it merges results, which differ from those of one process in the last bits: pass "
-        "bitwise=False"
+        differs = "it merges results, which differ from those of one process in the last bits"
+        return f"{differs}: pass bitwise=False"
     if spec.is_modified or spec.extras.alibi_slopes is not None:
         return "a shard of keys knows no positions in the whole for ALiBi, masks and dropout"
     return None
