@@ -41,8 +41,8 @@ def async_copy_global_to_shared(smem: Any, pointer: Any, mask: Any = None, **_: 
     dtype = pointer.dtype.element_ty
 
     def values() -> torch.Tensor:
-        found = convert(pointer.flat[torch.where(keep, offset, 0)], dtype)
-        return torch.where(keep, found, torch.zeros((), dtype=TORCH[dtype]))
+        loaded = convert(pointer.flat[torch.where(keep, offset, 0)], dtype)
+        return torch.where(keep, loaded, torch.zeros((), dtype=TORCH[dtype]))
 
     partition.log("async copy", lambda: f"{smem.allocation.name()}, {math.prod(smem.shape)}")
     for memory in (smem.plain, smem.fenced):

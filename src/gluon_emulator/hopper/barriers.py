@@ -65,9 +65,9 @@ class Barrier:
     def check_end(self) -> None:
         """What must hold when the CTA has ended."""
         if self.count and self.bytes:
-            what = "still expects" if self.bytes > 0 else "received unexpected"
+            verb = "still expects" if self.bytes > 0 else "received unexpected"
             raise HopperError(
-                f"{self.home.cta} ends and barrier {self.name()} {what} {abs(self.bytes)} bytes"
+                f"{self.home.cta} ends and barrier {self.name()} {verb} {abs(self.bytes)} bytes"
             )
         if self.count and self.pending != self.count:
             raise HopperError(

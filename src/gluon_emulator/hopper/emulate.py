@@ -71,20 +71,20 @@ class emulate:
     def _launch(self, grid: Grid, args: tuple[Any, ...], meta: dict[str, Any]) -> None:
         kernel = self.kernel
         names = {parameter.name for parameter in kernel.params}
-        given = {name: value for name, value in meta.items() if name in names}
-        given = inspect.getcallargs(kernel.fn, *args, **given)
-        size = grid(given) if callable(grid) else grid
+        arguments = {name: value for name, value in meta.items() if name in names}
+        arguments = inspect.getcallargs(kernel.fn, *args, **arguments)
+        size = grid(arguments) if callable(grid) else grid
         nx, ny, nz = (*size, 1, 1)[:3]
         constants = {parameter.name for parameter in kernel.params if parameter.is_constexpr}
         rebinder = Rebinder()
-        given = {
+        arguments = {
             name: rebinder.value(value) if name in constants else _argument(value, name)
-            for name, value in given.items()
+            for name, value in arguments.items()
         }
         if meta.get("num_ctas", 1) != 1:
             raise NotImplementedError("the emulator has no clusters: num_ctas must be 1")
         body = rebinder.function(kernel)
-        warps = int(given.get("num_warps", meta.get("num_warps", 4)))
+        warps = int(arguments.get("num_warps", meta.get("num_warps", 4)))
         machine = Machine(self.seed, max(1, min(self.resident, nx * ny * nz)), self.trace)
         machine.grid, machine.asm = (nx, ny, nz), self.asm
         if self.arrivals is not None:
@@ -94,7 +94,7 @@ class emulate:
             machine.start(Partition(cta, kernel.fn.__name__, warps, lambda: program(cta)))
 
         def program(cta: Cta) -> None:
-            body(**given)
+            body(**arguments)
             tma.check_end(cta)
             for allocation in cta.allocations:
                 for barrier in getattr(allocation, "barriers", ()):

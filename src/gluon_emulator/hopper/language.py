@@ -145,11 +145,11 @@ def inline_asm_elementwise(
     asm: str, constraints: Any, args: Any, dtype: Any, is_pure: Any, pack: Any
 ) -> Any:
     """Looked up among the functions that the user gave for assembly, of tensors and pointers."""
-    known = running().machine.asm
+    functions = running().machine.asm
     key = " ".join(str(asm).split())
-    if key not in known:
+    if key not in functions:
         raise NotImplementedError(f"inline assembly {key!r}: pass emulate(kernel, asm={{...: fn}})")
-    results = known[key](*(x if isinstance(x, Pointer) else as_tensor(x) for x in args))
+    results = functions[key](*(x if isinstance(x, Pointer) else as_tensor(x) for x in args))
     if isinstance(dtype, (tuple, list)):
         return tuple(Value(fit(r, kind), kind) for r, kind in zip(results, dtype))
     return Value(fit(results, dtype), dtype)
@@ -219,13 +219,15 @@ def warp_specialize(
 ) -> Any:
     """Start a partition for every function but the first, run that one here, and join them."""
     root = running()
-    (default, arguments), *rest = functions_and_args
+    (default, arguments), *workers_and_args = functions_and_args
     warps = [int(n) for n in worker_num_warps]
-    if len(warps) != len(rest):
-        raise ValueError(f"{len(rest)} worker partitions and {len(warps)} counts of warps")
+    if len(warps) != len(workers_and_args):
+        raise ValueError(
+            f"{len(workers_and_args)} worker partitions and {len(warps)} counts of warps"
+        )
     names = _names([function for function, _ in functions_and_args])
     workers = []
-    for name, (function, args), count in zip(names[1:], rest, warps):
+    for name, (function, args), count in zip(names[1:], workers_and_args, warps):
         worker = Partition(root.cta, name, count, _call(function, args))
         root.machine.start(worker)
         workers.append(worker)

@@ -13,13 +13,13 @@ _PYTHON = str(Path(linecache.__file__).parent)
 def kernel_frames(frame: Any = None) -> list[Any]:
     """Frames of the kernel's code, innermost first, from a frame or from the caller."""
     frame = frame or sys._getframe(1)
-    found = []
+    frames = []
     while frame:
         file = frame.f_code.co_filename
         if not (file.startswith(_OURS) or (file.startswith(_PYTHON) and "-packages" not in file)):
-            found.append(frame)
+            frames.append(frame)
         frame = frame.f_back
-    return found
+    return frames
 
 
 def line_of(frame: Any) -> str:
@@ -33,8 +33,8 @@ def name_of(allocation: Any, frames: list[Any]) -> str | None:
     """What the first of these frames that holds an allocation calls it."""
     for frame in frames:
         for name, value in frame.f_locals.items():
-            for path, found in _paths(value, name):
-                if getattr(found, "allocation", None) is allocation:
+            for path, held in _paths(value, name):
+                if getattr(held, "allocation", None) is allocation:
                     return path
     return None
 

@@ -91,12 +91,12 @@ def load(pointer: Any, mask: Any = None, other: Any = None, *_: Any, **hints: An
         return Value(data_as(0 if other is None else other, dtype), dtype)
     if keep is None:
         return Value(convert(pointer.flat[offset], dtype), dtype)
-    found = convert(pointer.flat[torch.where(keep, offset, 0)], dtype)
+    loaded = convert(pointer.flat[torch.where(keep, offset, 0)], dtype)
     if other is None:  # undefined on a GPU
         fallback: Any = math.nan if dtype.is_floating() else 0x5A
     else:
         fallback = data_as(other, dtype)
-    return Value(torch.where(keep, found, fallback).to(found.dtype), dtype)
+    return Value(torch.where(keep, loaded, fallback).to(loaded.dtype), dtype)
 
 
 def store(pointer: Any, value: Any, mask: Any = None, *_: Any, **hints: Any) -> None:

@@ -28,7 +28,7 @@ class Descriptor:
     def __init__(self, flat: torch.Tensor, first: int, geometry: Any, padding: str) -> None:
         shape, strides, block_shape, self.layout = geometry
         self.flat, self.first = flat, first  # the memory, and where in it the tensor begins
-        self.sizes, self.steps = ([int(n) for n in given] for given in (shape, strides))
+        self.sizes, self.steps = list(map(int, shape)), list(map(int, strides))
         self.block_shape = [int(n) for n in block_shape]
         self.dtype = TRITON[flat.dtype]
         self.fill = math.nan if padding == "nan" else 0

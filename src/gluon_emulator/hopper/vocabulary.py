@@ -83,7 +83,7 @@ _HOPPER: dict[str, Any] = {
 @functools.cache
 def meanings() -> dict[int, tuple[Any, Any]]:
     """id of a builtin -> (the builtin, which keeps the id taken, and its meaning)."""
-    found = {}
+    table = {}
     homes: list[tuple[Any, dict[str, Any]]] = [
         (hopper, _HOPPER),
         (hopper.tma, _TMA),
@@ -96,8 +96,8 @@ def meanings() -> dict[int, tuple[Any, Any]]:
         for name, meaning in names.items():
             builtin = getattr(home, name, None)
             if builtin is not None:
-                found.setdefault(id(builtin), (builtin, meaning))
-    return found
+                table.setdefault(id(builtin), (builtin, meaning))
+    return table
 
 
 def _modules() -> list[Any]:

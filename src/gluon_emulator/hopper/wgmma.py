@@ -44,8 +44,10 @@ class Matmul:
         """Be done; those issued before are."""
         result, before = self.multiply(), None
         if self.use_acc:
-            found: Any = self.acc.matmul.result if isinstance(self.acc, InFlight) else self.acc
-            before = found.data
+            accumulator: Any = (
+                self.acc.matmul.result if isinstance(self.acc, InFlight) else self.acc
+            )
+            before = accumulator.data
         if self.a.dtype.is_fp8():
             result = _short_sum(result, before)
         elif before is not None:
@@ -157,8 +159,8 @@ def _short_sum(products: torch.Tensor, before: torch.Tensor | None) -> torch.Ten
     for step in products:
         largest = torch.maximum(total.abs(), step.abs().amax(0))
         unit = torch.exp2(torch.frexp(largest).exponent.float() - 1 - SHORT)
-        kept = ((total / unit).trunc() + (step / unit).trunc().sum(0)) * unit
-        total = torch.where(largest.isfinite() & (largest > 0), kept, total + step.sum(0))
+        truncated = ((total / unit).trunc() + (step / unit).trunc().sum(0)) * unit
+        total = torch.where(largest.isfinite() & (largest > 0), truncated, total + step.sum(0))
     return total
 
 

@@ -28,10 +28,10 @@ def guarded(memory: Any, arguments: Any, program: Any) -> types.SimpleNamespace:
         mask = np.asarray(mask, bool)
         touched = np.broadcast_to(address, np.broadcast_shapes(np.shape(address), mask.shape))
         touched = touched[np.broadcast_to(mask, touched.shape)]
-        at = np.searchsorted(low, touched, "right") - 1
-        outside = at < 0
+        index = np.searchsorted(low, touched, "right") - 1
+        outside = index < 0
         if ranges:
-            outside |= touched + np.uint64(size) > high[np.maximum(at, 0)]
+            outside |= touched + np.uint64(size) > high[np.maximum(index, 0)]
         if outside.any():
             first = int(touched[outside][0])
             raise IndexError(
@@ -56,8 +56,8 @@ def guarded(memory: Any, arguments: Any, program: Any) -> types.SimpleNamespace:
         return memory.atomic_cas(address, expected, value, order)
 
     checked = {"load": load, "store": store, "atomic_rmw": atomic_rmw, "atomic_cas": atomic_cas}
-    rest = {name: getattr(memory, name) for name in dir(memory) if not name.startswith("__")}
-    return types.SimpleNamespace(**rest | checked)
+    functions = {name: getattr(memory, name) for name in dir(memory) if not name.startswith("__")}
+    return types.SimpleNamespace(**functions | checked)
 
 
 _EXACT = {"add": operator.add, "sub": operator.sub, "mul": operator.mul}

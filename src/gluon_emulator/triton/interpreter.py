@@ -81,22 +81,22 @@ class interpret:
     def _run(self, grid: Any, args: tuple[Any, ...], meta: dict[str, Any]) -> None:
         kernel, meta = _resolve(self.kernel, args, meta)
         names = [param.name for param in kernel.params]
-        given = {name: value for name, value in meta.items() if name in names}
-        given = inspect.getcallargs(kernel.fn, *args, **given)
-        size = grid(given) if callable(grid) else grid
+        arguments = {name: value for name, value in meta.items() if name in names}
+        arguments = inspect.getcallargs(kernel.fn, *args, **arguments)
+        size = grid(arguments) if callable(grid) else grid
         nx, ny, nz = (*size, 1, 1)[:3]
-        with interpreting(given, self.check):
+        with interpreting(arguments, self.check):
             constants = {param.name for param in kernel.params if param.is_constexpr}
-            given = {
+            arguments = {
                 name: _unwrap(value) if name in constants else _as_argument(value)
-                for name, value in given.items()
+                for name, value in arguments.items()
             }
             fn = as_compiled(kernel.fn, _to_tensor, _loop_range)
             _builder.set_grid_dim(nx, ny, nz)
             # The first axis runs fastest, as on a GPU.
             for z, y, x in np.ndindex(nz, ny, nx):
                 _builder.set_grid_idx(x, y, z)
-                fn(**given)
+                fn(**arguments)
 
 
 @contextlib.contextmanager
@@ -250,9 +250,9 @@ def _resolve(
         if isinstance(kernel, Autotuner):
             meta = {**kernel.configs[0].kwargs, **meta}
         else:
-            known = dict(zip(kernel.arg_names, args))
+            positional = dict(zip(kernel.arg_names, args))
             for name, rule in kernel.values.items():
-                meta = {**meta, name: rule({**known, **meta})}
+                meta = {**meta, name: rule({**positional, **meta})}
         kernel = kernel.fn
     if isinstance(kernel, triton_interpreter.InterpretedFunction):
         kernel = JITFunction(kernel.fn)

@@ -19,41 +19,41 @@ def patches() -> Iterator[tuple[Any, str, Any]]:
 
 
 def _dtypes(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    known: dict[str, Any] = {}
+    made_by_name: dict[str, Any] = {}
 
     def dtype_of(kind: Any) -> Any:
         name = kind.scalar.name
-        if name not in known:
-            known[name] = make(kind)
-        return known[name]
+        if name not in made_by_name:
+            made_by_name[name] = make(kind)
+        return made_by_name[name]
 
     return dtype_of
 
 
 def _blocks(make: Callable[..., None]) -> Callable[..., None]:
-    known: dict[tuple, dict[str, Any]] = {}
+    attributes: dict[tuple, dict[str, Any]] = {}
 
     def __init__(self: Any, element_ty: Any, shape: Any) -> None:
         key = element_ty.name, *(getattr(x, "value", x) for x in shape)
-        if key in known:
-            self.__dict__.update(known[key])
+        if key in attributes:
+            self.__dict__.update(attributes[key])
             self.element_ty = element_ty
         else:
             make(self, element_ty, shape)
-            known[key] = dict(self.__dict__)
+            attributes[key] = dict(self.__dict__)
 
     return __init__
 
 
 def _tensors(make: Callable[..., None]) -> Callable[..., None]:
-    known: dict[str, tuple] = {}
+    shapes: dict[str, tuple] = {}
 
     def __init__(self: Any, handle: Any, type: Any) -> None:
-        if type.name in known:
+        if type.name in shapes:
             self.handle, self.type, self.dtype = handle, type, type.scalar
-            self.shape, self.numel = known[type.name]
+            self.shape, self.numel = shapes[type.name]
         else:
             make(self, handle, type)
-            known[type.name] = self.shape, self.numel
+            shapes[type.name] = self.shape, self.numel
 
     return __init__

@@ -41,8 +41,8 @@ class Direct(direct.Direct):
 
     def encode(self, which: int, described: Any) -> list:
         """A descriptor as the kernel takes it; valid for every tensor at that address."""
-        more = (None,) if self._packs else ()
-        return driver.make_tensordesc_arg(described, self._blocks[which], *more)
+        prefix = (None,) if self._packs else ()
+        return driver.make_tensordesc_arg(described, self._blocks[which], *prefix)
 
 
 class Descriptors:
@@ -77,10 +77,10 @@ class Descriptors:
         gaps, and whether `packed` takes what moves.
         """
         gaps, operands = [object() for _ in addresses], []
-        for which, (address, gap) in enumerate(zip(addresses, gaps)):
-            first, *rest = self.at(which, address)
-            operands += [(gap, *first[1:]) if isinstance(first, tuple) else gap, *rest]
-        moved = [self.moved(which, address) for which, address in enumerate(addresses)]
+        for operand, (address, gap) in enumerate(zip(addresses, gaps)):
+            first, *fields = self.at(operand, address)
+            operands += [(gap, *first[1:]) if isinstance(first, tuple) else gap, *fields]
+        moved = [self.moved(operand, address) for operand, address in enumerate(addresses)]
         return gaps, operands, None not in moved
 
     def first(self, which: int, address: int) -> Any:
@@ -107,5 +107,5 @@ class At:
 
 def direct_of(compiled: Any, programs: int) -> Direct | None:
     """None where there is no way past Triton's launcher, which then serves every call."""
-    found = direct.launcher_of(compiled)
-    return None if found is None else Direct(compiled, programs, *found)
+    launcher = direct.launcher_of(compiled)
+    return None if launcher is None else Direct(compiled, programs, *launcher)

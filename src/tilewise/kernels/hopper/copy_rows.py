@@ -69,12 +69,12 @@ def copy_block(copied, block, COPY: tl.constexpr):
     source, target, rows, seqlen, nheads, _ = copied
     row = block * COPY.ROWS + tl.arange(0, COPY.ROWS)
     column = tl.arange(0, COPY.BLOCK_D)[None, :]
-    read = place_of_rows(source, row, seqlen, nheads) * COPY.FROM_UNIT
-    write = place_of_rows(target, row, seqlen, nheads) * COPY.TO_UNIT
+    source_offset = place_of_rows(source, row, seqlen, nheads) * COPY.FROM_UNIT
+    target_offset = place_of_rows(target, row, seqlen, nheads) * COPY.TO_UNIT
     exists = (row < rows)[:, None]
     is_read, is_written = exists & (column < COPY.HEADDIM), exists & (column < COPY.WIDTH)
-    x = tl.load(source.ptr + (read[:, None] + column), mask=is_read, other=0.0)
-    tl.store(target.ptr + (write[:, None] + column), x, mask=is_written)
+    x = tl.load(source.ptr + (source_offset[:, None] + column), mask=is_read, other=0.0)
+    tl.store(target.ptr + (target_offset[:, None] + column), x, mask=is_written)
 
 
 @triton.jit
@@ -92,16 +92,16 @@ def copy_rows(*copies: tuple[torch.Tensor, torch.Tensor, int]) -> None:
     """Copies up to three (batch, seqlen, nheads, headdim) tensors into others, whose memory holds
     so many columns a row.
     """
-    made = [of_copy(*copy) for copy in copies if copy[0].numel() > 0]
-    if not made:
+    filled = [of_copy(x, target, width) for x, target, width in copies if x.numel() > 0]
+    if not filled:
         return
-    programs, device = sum(copied.programs for copied, _ in made), copies[0][0].device
-    copied, constants = ((*x, *[None] * (MAX_TENSORS - len(made))) for x in zip(*made))
+    programs, device = sum(copied.programs for copied, _ in filled), copies[0][0].device
+    copied, constants = ((*x, *[None] * (MAX_TENSORS - len(filled))) for x in zip(*filled))
     if device.type == "cpu":
         interpret(copy_rows_kernel)[(programs,)](*copied, *constants)
         return
     index = device.index
-    leaves = (x for one, _ in made for x in (*one.source, *one.target, *one[2:]))
+    leaves = (x for one, _ in filled for x in (*one.source, *one.target, *one[2:]))
     key = index, constants, *map(class_of, leaves)
     compiled = _compiled.get(key)
     if compiled is None or has_launch_hooks() or torch.cuda.current_device() != index:
@@ -115,17 +115,19 @@ def copy_rows(*copies: tuple[torch.Tensor, torch.Tensor, int]) -> None:
 def of_copy(source: torch.Tensor, target: torch.Tensor, width: int) -> tuple[Copied, Copy]:
     """A copy as the kernel takes it."""
     batch, seqlen, nheads, headdim = source.shape
-    units = unit_of(source), unit_of(target)
+    from_unit, to_unit = unit_of(source), unit_of(target)
     block_d = triton.next_power_of_2(width)
-    constants = Copy(headdim, width, *units, ELEMENTS_PER_PROGRAM // block_d, block_d)
+    constants = Copy(headdim, width, from_unit, to_unit, ELEMENTS_PER_PROGRAM // block_d, block_d)
     rows = batch * seqlen * nheads
-    tensors = in_units(source, units[0]), in_units(target, units[1])
-    return Copied(*tensors, rows, seqlen, nheads, triton.cdiv(rows, constants.ROWS)), constants
+    from_rows, to_rows = in_units(source, from_unit), in_units(target, to_unit)
+    programs = triton.cdiv(rows, constants.ROWS)
+    return Copied(from_rows, to_rows, rows, seqlen, nheads, programs), constants
 
 
 def in_units(x: torch.Tensor, unit: int) -> Strided:
     """A tensor as the kernel takes it."""
-    return Strided(x, *(stride // unit for stride in x.stride()[:3]))
+    batch, row, head = (stride // unit for stride in x.stride()[:3])
+    return Strided(x, batch, row, head)
 
 
 def unit_of(x: torch.Tensor) -> int:

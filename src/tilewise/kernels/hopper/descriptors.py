@@ -142,9 +142,14 @@ def of_backward(
     of every query and key, (batch, nheads, seqlen_q, seqlen_k): the bias, its gradient.
     """
     tensors = q, dout, k, v, stats, dk, dv, *(x.transpose(1, 2) for x in of_pairs)
-    made = [in_blocks(*x) for x in zip(tensors, plan.blocks, plan.layouts) if x[0] is not stats]
-    sides = [*stats.shape], [*stats.stride()]
-    return [*made[:4], DescriptorFields(stats, *sides, plan.blocks[4], plan.layouts[4]), *made[4:]]
+    described = [
+        in_blocks(x, block, layout)
+        for x, block, layout in zip(tensors, plan.blocks, plan.layouts)
+        if x is not stats
+    ]
+    block, layout = plan.blocks[4], plan.layouts[4]
+    of_stats = DescriptorFields(stats, [*stats.shape], [*stats.stride()], block, layout)
+    return [*described[:4], of_stats, *described[4:]]
 
 
 def is_ragged(problem: Problem) -> bool:

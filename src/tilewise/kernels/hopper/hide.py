@@ -48,12 +48,12 @@ def hide(s, q_idx, k_idx, seq, FEATURES: gl.constexpr):
     LEFT: gl.constexpr = FEATURES.LEFT
     FIRST: gl.constexpr = has_first(LEFT, FEATURES.RIGHT, FEATURES.ENDS, TRANSPOSED)
     STOP: gl.constexpr = has_stop(LEFT, FEATURES.ENDS, TRANSPOSED) and not JOINED
-    seen = columns_seen(q_idx, k_idx, seq, FEATURES, TRANSPOSED)
+    interval = columns_seen(q_idx, k_idx, seq, FEATURES, TRANSPOSED)
     operands = (s, q_idx if TRANSPOSED else k_idx)
     if FIRST:
-        operands = operands + (seen.first,)
+        operands = operands + (interval.first,)
     if STOP:
-        operands = operands + (seen.stop,)
+        operands = operands + (interval.stop,)
     if FUNCTION:
         is_seen = function_allows(q_idx, k_idx, seq, FEATURES)
         if JOINED:
@@ -80,12 +80,12 @@ def selection_in_warp(n):
     columns = [i // 4 * 8 + i % 2 for i in range(n)]
     rows = [2 * n if i % 4 < 2 else 2 * n + 2 for i in range(n)]
     lines = ["{ .reg .pred out, any;"]
-    for end, at, test, edge in (("FIRST", 0, "gt", 0), ("STOP", n, "le", columns[-1])):
-        one, other = f"${2 * n + at}, {edge}", f"${2 * n + at + 2}, {edge}"
+    for end, offset, test, edge in (("FIRST", 0, "gt", 0), ("STOP", n, "le", columns[-1])):
+        one, other = f"${2 * n + offset}, {edge}", f"${2 * n + offset + 2}, {edge}"
         lines.append(f"setp.{test}.s32 out, {one}; setp.{test}.or.s32 out, {other}, out;")
         lines.append(f"vote.sync.any.pred any, out, 0xffffffff; @!any bra NO_{end};")
         for i in range(n):
-            lines.append(f"setp.{test}.s32 out, ${rows[i] + at}, {columns[i]};")
+            lines.append(f"setp.{test}.s32 out, ${rows[i] + offset}, {columns[i]};")
             lines.append(f"selp.f32 ${i}, 0fFF800000, ${i}, out;")
         lines.append(f"NO_{end}:")
     return " ".join([*lines, "}"])
@@ -114,14 +114,14 @@ def _hide_outside(s, first, stop):
 
 def _select(has_first, has_stop, has_function):
     def select(s, column, *tests):
-        tests, seen = list(tests), torch.ones_like(s, dtype=torch.bool)
+        tests, is_visible = list(tests), torch.ones_like(s, dtype=torch.bool)
         if has_first:
-            seen &= column >= tests.pop(0)
+            is_visible &= column >= tests.pop(0)
         if has_stop:
-            seen &= column < tests.pop(0)
+            is_visible &= column < tests.pop(0)
         if has_function:
-            seen &= tests.pop(0) != 0
-        return torch.where(seen, s, -torch.inf)
+            is_visible &= tests.pop(0) != 0
+        return torch.where(is_visible, s, -torch.inf)
 
     return select
 

@@ -136,7 +136,7 @@ def column_groups(columns):
 @gluon.constexpr_function
 def by_register(size):
     """(size,): four neighbours a thread, then the threads of a warpgroup, then their next four."""
-    rest = [[512 << i] for i in range((size // 512).bit_length() - 1)]
+    slower = [[512 << i] for i in range((size // 512).bit_length() - 1)]
     return gl.DistributedLinearLayout(
-        [[1], [2], *rest], [[4], [8], [16], [32], [64]], [[128], [256]], [], [size]
+        [[1], [2], *slower], [[4], [8], [16], [32], [64]], [[128], [256]], [], [size]
     )

@@ -36,11 +36,11 @@ def padded_width(columns: int) -> int:
 
 def in_padded_rows(*tensors: Tensor) -> list[Tensor]:
     """The tensors, or copies of those that TMA cannot read."""
-    found = list(tensors)
+    readable = list(tensors)
     wrong = [n for n, x in enumerate(tensors) if x.stride(-1) != 1 or not aligned(x)]
     for n, copy in zip(wrong, copies_in_padded_rows(*(tensors[n] for n in wrong))):
-        found[n] = copy
-    return found
+        readable[n] = copy
+    return readable
 
 
 def copies_in_padded_rows(*tensors: Tensor) -> list[Tensor]:

@@ -53,8 +53,8 @@ def maxima_of(n):
         of_rows = [[f"${2 + 2 * i + row}" for i in range(n)] for row in (0, 1)]
         chains = [part for x in of_rows for part in (x[:first], x[first:])]
         lines = [f"max.{kind} t{i}, {x[0]}, {x[1]};" for i, x in enumerate(chains)]
-        for at in range(2, first):
-            lines += [f"max.{kind} t{i}, t{i}, {x[at]};" for i, x in enumerate(chains) if x[at:]]
+        for j in range(2, first):
+            lines += [f"max.{kind} t{i}, t{i}, {x[j]};" for i, x in enumerate(chains) if x[j:]]
         return " ".join([*lines, f"max.{kind} $0, t0, t1; max.{kind} $1, t2, t3;"])
 
     return (

@@ -110,18 +110,18 @@ class Captured:
     def counters(self, device: torch.device, index: int, stream: int, count: int) -> Tensor:
         """At least `count` of the capture that the stream is in."""
         capture = capture_of(stream)
-        before, found = self.given.get((index, stream), (None, None))
-        if found is not None and capture == before is not None and found.numel() >= count:
-            return found
+        before, counters = self.given.get((index, stream), (None, None))
+        if counters is not None and capture == before is not None and counters.numel() >= count:
+            return counters
         room = -(-count // LINE) * LINE
         with self.lock:  # threads may capture at a time
             left = self.zeros.get(index)
             if left is None or left.numel() < room:
                 return torch.zeros(count, dtype=torch.int32, device=device)
-            found, self.zeros[index] = left[:room], left[room:]
+            counters, self.zeros[index] = left[:room], left[room:]
         if capture is not None:
-            self.given[index, stream] = capture, found
-        return found
+            self.given[index, stream] = capture, counters
+        return counters
 
 
 _captured = Captured()
@@ -133,8 +133,8 @@ def capture_of(stream: int) -> int | None:
     if ask is None:
         return None
     status, number = ctypes.c_int(), ctypes.c_uint64()
-    more = (None, None, None)  # the graph, and what the next node would follow
-    failed = ask(stream, ctypes.byref(status), ctypes.byref(number), *more)
+    unread = (None, None, None)  # the graph, and what the next node would follow
+    failed = ask(stream, ctypes.byref(status), ctypes.byref(number), *unread)
     return None if failed or status.value != 1 else number.value
 
 

@@ -32,13 +32,13 @@ def send(messages, state, fields, BY_LANE: gl.constexpr = False):
     """
     WORDS: gl.constexpr = messages.buffers.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1 if BY_LANE else WORDS], [32], [1], [0])
-    word = gl.arange(0, WORDS, layout)
+    index = gl.arange(0, WORDS, layout)
     # The order of selections that takes the fewest instructions (Triton 3.6)
     START: gl.constexpr = 1 if BY_LANE else len(fields) - 1
-    message = gl.where(word == 0, fields[0], fields[START])
+    message = gl.where(index == 0, fields[0], fields[START])
     for i in gl.static_range(1, len(fields)):
         if i != START:
-            message = gl.where(word == i, fields[i], message)
+            message = gl.where(index == i, fields[i], message)
     wait_empty(messages, state)
     messages.buffers.index(state.stage).store(message)
     mbarrier.arrive(messages.full.index(state.stage), count=1)
@@ -61,5 +61,5 @@ def receive(messages, state, COUNT: gl.constexpr, WARPS: gl.constexpr = 4):
 @gluon.jit
 def field(message, i: gl.constexpr):
     """One integer of a message, of which each thread has all."""
-    word = gl.arange(0, message.shape[0], message.type.layout)
-    return gl.sum(gl.where(word == i, message, 0), 0)
+    index = gl.arange(0, message.shape[0], message.type.layout)
+    return gl.sum(gl.where(index == i, message, 0), 0)

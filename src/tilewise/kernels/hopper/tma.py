@@ -21,13 +21,13 @@ def load_ragged(desc, stop, size, head, row, full, buffer, pred=True, column=0):
     on.
     """
     shape: gl.constexpr = desc.block_type.shape
-    at = [BILLION, stop, head, BILLION - size + row, column]
-    tma_load(desc, at, full, buffer.reshape(shape), pred=pred)
+    coordinates = [BILLION, stop, head, BILLION - size + row, column]
+    tma_load(desc, coordinates, full, buffer.reshape(shape), pred=pred)
 
 
 @gluon.jit
 def store_ragged(desc, stop, size, head, row, buffer, column=0):
     """Stores from shared memory the rows that `load_ragged` loads; columns from `column` on."""
     shape: gl.constexpr = desc.block_type.shape
-    at = [BILLION, stop, head, BILLION - size + row, column]
-    tma_store(desc, at, buffer.reshape(shape))
+    coordinates = [BILLION, stop, head, BILLION - size + row, column]
+    tma_store(desc, coordinates, buffer.reshape(shape))

@@ -58,8 +58,8 @@ def copy_bias(desc, rings, step, work, block, modifiers, TILE: gl.constexpr):
         head = gl.where(modifiers.bias.head == 0, 0, block.head)
         shape: gl.constexpr = desc.block_type.shape
         for i in gl.static_range(2):
-            at = [batch, head, block.m_block * TILE.BLOCK_M, work.start + 64 * i]
-            tma_load(desc, at, full, tile.halves.index(i).reshape(shape))
+            coordinates = [batch, head, block.m_block * TILE.BLOCK_M, work.start + 64 * i]
+            tma_load(desc, coordinates, full, tile.halves.index(i).reshape(shape))
 
 
 @gluon.jit

@@ -44,13 +44,13 @@ def make_metadata():
 @gluon.jit
 def write_metadata(metadata, state, work, block, needs_mask, call, FEATURES: gl.constexpr):
     """Writes the metadata of the block that is loaded into a stage of the queries."""
-    word = gl.arange(0, METADATA_WORDS, gl.BlockedLayout([METADATA_WORDS], [32], [1], [0]))
-    message = gl.where(word == 0, block.head, block.m_block)
-    message = gl.where(word == 2, needs_mask.to(gl.int32), message)
+    index = gl.arange(0, METADATA_WORDS, gl.BlockedLayout([METADATA_WORDS], [32], [1], [0]))
+    message = gl.where(index == 0, block.head, block.m_block)
+    message = gl.where(index == 2, needs_mask.to(gl.int32), message)
     if FEATURES.DROPOUT:
         stream = stream_of(call.optionals.dropout_rng, work.batch, block.head)
         for i in gl.static_range(4):
-            message = gl.where(word == 4 + i, stream[i].to(gl.int32, bitcast=True), message)
+            message = gl.where(index == 4 + i, stream[i].to(gl.int32, bitcast=True), message)
     # Phases alternate, so this is the step modulo four
     metadata.index(state.stage + 2 * state.phase).store(message)
 

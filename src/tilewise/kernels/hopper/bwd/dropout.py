@@ -42,14 +42,14 @@ def select(keep_bits, x, other):
     LAYOUT: gl.constexpr = x.type.layout
     M: gl.constexpr = x.shape[1]
     # warp, k % 8, q % 8 // 2, q // 64; then k // 8 % 2, q // 32 % 2, q // 16 % 2, q // 8 % 2, q % 2
-    words = keep_bits.reshape([4, 8, 4, M // 64])
+    bits = keep_bits.reshape([4, 8, 4, M // 64])
     for _ in gl.static_range(5):
-        words = gl.join(words, words)
-    words = words.permute((0, 4, 1, 3, 5, 6, 7, 2, 8)).reshape([64, M])
-    words = gl.convert_layout(words, LAYOUT)
+        bits = gl.join(bits, bits)
+    bits = bits.permute((0, 4, 1, 3, 5, 6, 7, 2, 8)).reshape([64, M])
+    bits = gl.convert_layout(bits, LAYOUT)
     n: gl.constexpr = PAIRS
     return gl.inline_asm_elementwise(
-        selection(), registers(n), [x, other, words], gl.float32, is_pure=True, pack=n
+        selection(), registers(n), [x, other, bits], gl.float32, is_pure=True, pack=n
     )
 
 

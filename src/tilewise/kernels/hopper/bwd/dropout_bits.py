@@ -51,10 +51,10 @@ def draw_word(stream, m_start, n_start, threshold):
     first = merged(near, next, 0xC0C0C0C0, 2)
     near = compared(stream, m_start + 32, r, group_k, is_upper, threshold)
     next = compared(stream, m_start + 48, r, group_k, is_upper, threshold)
-    word = merged(first, merged(near, next, 0xC0C0C0C0, 2), 0xF0F0F0F0, 4)
+    bits = merged(first, merged(near, next, 0xC0C0C0C0, 2), 0xF0F0F0F0, 4)
     # Bytes are those of query r and an even key, an odd key, query r + 8 and an even key, an odd
-    both = gl.join(word, word >> 8).permute((0, 2, 1)).reshape([32, 8])
-    even, odd = gl.split(gl.convert_layout(both, quads()).reshape([32, 4, 2]))
+    joined = gl.join(bits, bits >> 8).permute((0, 2, 1)).reshape([32, 8])
+    even, odd = gl.split(gl.convert_layout(joined, quads()).reshape([32, 4, 2]))
     return (even & 0x00FF00FF) | ((odd << 8) & 0xFF00FF00)
 
 

@@ -64,17 +64,17 @@ def load_packed(inputs, rings, modifiers, call, FEATURES: gl.constexpr, TILE: gl
     keys_state = start()
     step = gl.to_tensor(0)
     tile = fetch_tile(call.queue, True) if TILE.ORDERED else gl.program_id(0)
-    found = find_tile(tile, Hint(0, 0), call, FEATURES, TILE)
-    while found.batch < call.sizes.packed:
-        work = open_packed_tile(found, call, FEATURES, TILE)
+    packed_tile = find_tile(tile, Hint(0, 0), call, FEATURES, TILE)
+    while packed_tile.batch < call.sizes.packed:
+        work = open_packed_tile(packed_tile, call, FEATURES, TILE)
         send(rings.messages, messages_state, work, TILE.RAGGED)
         messages_state = advance(messages_state, 2)
         load_keys(inputs, rings.keys, keys_state, work, FEATURES, TILE)
         keys_state = advance(keys_state, 1)
         step = load_blocks(inputs, rings, step, work, modifiers, call, FEATURES, TILE)
         tile = fetch_tile(call.queue, TILE.ORDERED)
-        found = find_tile(tile, found.hint, call, FEATURES, TILE)
-    reset_packed_counter(found, call, TILE)
+        packed_tile = find_tile(tile, packed_tile.hint, call, FEATURES, TILE)
+    reset_packed_counter(packed_tile, call, TILE)
     send_end(rings.messages, messages_state, TILE)
 
 

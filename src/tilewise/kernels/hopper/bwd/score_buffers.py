@@ -62,8 +62,8 @@ def write_scores(desc, buffers, stage, WG: gl.constexpr, work, block, TILE: gl.c
     """
     if TILE.BIAS_GRAD:
         shape: gl.constexpr = desc.block_type.shape
-        at = [work.batch, block.head, block.m_block * TILE.BLOCK_M, work.start + WG * 64]
-        tma_store(desc, at, buffers.index(2 * stage + WG).reshape(shape))
+        coordinates = [work.batch, block.head, block.m_block * TILE.BLOCK_M, work.start + WG * 64]
+        tma_store(desc, coordinates, buffers.index(2 * stage + WG).reshape(shape))
         tma.store_wait(2)
 
 

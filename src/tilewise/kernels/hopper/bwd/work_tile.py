@@ -142,11 +142,11 @@ def find_tile(tile, hint, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
     starts, sizes = call.optionals.cu_seqlens_k, call.sizes
     nheads_k = call.queue.nheads
     LAST_FIRST: gl.constexpr = TILE.ORDERED and FEATURES.RIGHT  # the order of accumulation
-    found = varlen_tile(
-        *(tile, hint, lanes(), starts, sizes.seqlen_k, sizes.packed, nheads_k),
-        *(TILE.BLOCK_N, 1, LAST_FIRST, call.queue.l2_group),
-    )
-    return FoundTile(tile, found.m_block, found.head, found.batch, found.hint)
+    position = varlen_tile(
+        tile, hint, lanes(), starts, sizes.seqlen_k, sizes.packed, nheads_k,
+        TILE.BLOCK_N, 1, LAST_FIRST, call.queue.l2_group,
+    )  # fmt: skip
+    return FoundTile(tile, position.m_block, position.head, position.batch, position.hint)
 
 
 @gluon.jit

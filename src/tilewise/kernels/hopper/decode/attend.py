@@ -26,7 +26,7 @@ from .swapped import attend_piece_swapped, output_layout
 from .work import END, PART, blocks_of, half_of, receive_work, seen_of
 
 
-class Own(NamedTuple):
+class Scratch(NamedTuple):
     """Shared memory of a warpgroup's own; 0 where it needs none."""
 
     state: Any  # (BLOCK_M, BLOCK_DV), folded pieces
@@ -97,27 +97,27 @@ def attend_part(
     run = gl.zeros([M, DV], gl.float32, O_LAYOUT)
     for piece in range(work.piece, work.stop):
         if IS_SWAPPED:
-            state, found = attend_piece_swapped(
+            state, partial = attend_piece_swapped(
                 work, piece, state, rings, q_smem, own, k_scale, call, modifiers, FEATURES, TILE
             )
         else:
-            state, found = attend_piece(
+            state, partial = attend_piece(
                 work, piece, state, rings, q_smem, call, modifiers, FEATURES, TILE
             )
         if is_first:
             if TILE.STATE_IN_SHARED:
-                acc_o = found.acc_o
+                acc_o = partial.acc_o
                 if piece > work.piece:
-                    both = fold(SplitState(own.state.load(O_LAYOUT), m_run, l_run), found)
-                    acc_o, m_run, l_run = both.acc_o, both.m_i, both.l_i
+                    folded = fold(SplitState(own.state.load(O_LAYOUT), m_run, l_run), partial)
+                    acc_o, m_run, l_run = folded.acc_o, folded.m_i, folded.l_i
                 else:
-                    m_run, l_run = found.m_i, found.l_i
+                    m_run, l_run = partial.m_i, partial.l_i
                 own.state.store(acc_o)
             else:
-                both = fold(SplitState(run, m_run, l_run), found)
-                run, m_run, l_run = both.acc_o, both.m_i, both.l_i
+                folded = fold(SplitState(run, m_run, l_run), partial)
+                run, m_run, l_run = folded.acc_o, folded.m_i, folded.l_i
         else:
-            store_partial(work, piece, found, output.partials, call, FEATURES, TILE)
+            store_partial(work, piece, partial, output.partials, call, FEATURES, TILE)
     if is_first:
         if TILE.STATE_IN_SHARED:
             if work.piece < work.stop:

@@ -93,8 +93,8 @@ def value_operand(smem, dtype: gl.constexpr, TILE: gl.constexpr):
     N: gl.constexpr = TILE.BLOCK_N
     DV: gl.constexpr = TILE.BLOCK_DV
     LAYOUT: gl.constexpr = transposed_words(DV // 2, N)
-    words = as_words(smem, N, DV // 2).permute((1, 0)).load(LAYOUT)
-    even, odd = halves(words, dtype, TILE)
+    packed = as_words(smem, N, DV // 2).permute((1, 0)).load(LAYOUT)
+    even, odd = halves(packed, dtype, TILE)
     v_tile = gl.join(even, odd).reshape([DV // 16, 8, N, 2])
     v_tile = v_tile.permute((0, 3, 1, 2)).reshape([DV, N])
     OPERAND: gl.constexpr = left_operand(accumulator(TILE.BLOCK_M))

@@ -74,17 +74,17 @@ def fold_rows(
     keys = keys_of(work, call, FEATURES, TILE.ROWS)
     # What the tile's first part has folded lies where its first piece would
     state = load_partial(work, work.first, True, rows, columns, output.partials, call, FEATURES)
-    for piece in range(work.first + work.each, keys.stop, AT_ONCE):
-        found = ()
+    for piece in range(work.first + work.length, keys.stop, AT_ONCE):
+        states = ()
         for i in gl.static_range(AT_ONCE):
             is_seen = (piece + i >= keys.piece) & (piece + i < keys.stop)
-            found = found + (
+            states = states + (
                 load_partial(
                     work, piece + i, is_seen, rows, columns, output.partials, call, FEATURES
                 ),
             )
         for i in gl.static_range(AT_ONCE):
-            acc_o, m_i, l_i = found[i]
+            acc_o, m_i, l_i = states[i]
             state = fold(state, SplitState(acc_o, m_i, l_i))
     write_rows(work, state, rows, columns, first_column == 0, output, call, FEATURES)
 
@@ -105,26 +105,26 @@ def fold_ahead(
     columns = first_column + gl.arange(0, FOLD_COLUMNS, column_of(LAYOUT))
     keys = keys_of(work, call, FEATURES, TILE.ROWS)
     state = load_partial(work, work.first, True, rows, columns, partials, call, FEATURES)
-    begin = gl.maximum(work.first + work.each, keys.piece)
+    begin = gl.maximum(work.first + work.length, keys.piece)
     piece = keys.stop - gl.maximum(keys.stop - begin, 0) // AT_ONCE * AT_ONCE
-    found = ()
+    states = ()
     for i in gl.static_range(AT_ONCE):
         one = piece - AT_ONCE + i
-        found = found + (
+        states = states + (
             load_partial(work, one, one >= begin, rows, columns, partials, call, FEATURES),
         )
     some = rows_at(work, gl.where(rows.is_query, row, first_row), FEATURES, TILE)
-    at = partial_row(work, piece, some.token, some.head, call, FEATURES).to(gl.int32)
+    offset = partial_row(work, piece, some.token, some.head, call, FEATURES).to(gl.int32)
     apart = work.seqlen_q * (call.sizes.nheads * FEATURES.GROUP)  # the same rows of two pieces
     while piece < keys.stop:
         following = ()
         for _ in gl.static_range(AT_ONCE):
-            following = following + (load_at(at, columns, partials, FEATURES),)
-            at += apart
-        state = fold_all(state, found)
-        found = following
+            following = following + (load_at(offset, columns, partials, FEATURES),)
+            offset += apart
+        state = fold_all(state, states)
+        states = following
         piece += AT_ONCE
-    state = fold_all(state, found)
+    state = fold_all(state, states)
     write_rows(work, state, rows, columns, first_column == 0, output, call, FEATURES)
 
 
@@ -140,23 +140,23 @@ def fold_all(state, found):
 @gluon.jit
 def load_at(row, columns, partials, FEATURES: gl.constexpr):
     """Columns of a state in rows of partial states, which are all there."""
-    at = row.to(gl.int64)
+    offset = row.to(gl.int64)
     inside = (columns < FEATURES.HEADDIM_V)[None, :]
-    ptrs = partials.acc_o + (at * FEATURES.HEADDIM_V)[:, None] + columns[None, :]
+    ptrs = partials.acc_o + (offset * FEATURES.HEADDIM_V)[:, None] + columns[None, :]
     acc_o = gl.load(ptrs, mask=inside, other=0.0, cache_modifier=".cg")
-    m_i = gl.load(partials.m_i + at, cache_modifier=".cg")
-    l_i = gl.load(partials.l_i + at, cache_modifier=".cg")
+    m_i = gl.load(partials.m_i + offset, cache_modifier=".cg")
+    l_i = gl.load(partials.l_i + offset, cache_modifier=".cg")
     return SplitState(acc_o, m_i, l_i)
 
 
 @gluon.jit
 def load_partial(work, piece, is_seen, rows, columns, partials, call, FEATURES: gl.constexpr):
     """Columns of the state of a piece, from the L2 cache; that of no keys where it is not seen."""
-    at = partial_row(work, piece, rows.token, rows.head, call, FEATURES)
+    offset = partial_row(work, piece, rows.token, rows.head, call, FEATURES)
     mask = rows.is_query & is_seen
     inside = mask[:, None] & (columns < FEATURES.HEADDIM_V)[None, :]
-    ptrs = partials.acc_o + (at * FEATURES.HEADDIM_V)[:, None] + columns[None, :]
+    ptrs = partials.acc_o + (offset * FEATURES.HEADDIM_V)[:, None] + columns[None, :]
     acc_o = gl.load(ptrs, mask=inside, other=0.0, cache_modifier=".cg")
-    m_i = gl.load(partials.m_i + at, mask=mask, other=float("-inf"), cache_modifier=".cg")
-    l_i = gl.load(partials.l_i + at, mask=mask, other=0.0, cache_modifier=".cg")
+    m_i = gl.load(partials.m_i + offset, mask=mask, other=float("-inf"), cache_modifier=".cg")
+    l_i = gl.load(partials.l_i + offset, mask=mask, other=0.0, cache_modifier=".cg")
     return SplitState(acc_o, m_i, l_i)

@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ..layouts import shared
 from ..pipeline import Ring, allocate_barrier, allocate_ring, make_barrier
-from .attend import Own, attend_partition
+from .attend import Scratch, attend_partition
 from .barriers import make_barriers
 from .copy import copy_partition
 from .load import Sources, fetches_descriptors, have_scales, load_partition
@@ -55,14 +55,14 @@ def hopper_decode_kernel(
     DV: gl.constexpr = TILE.BLOCK_DV
     # Keys and values are as they are stored. (1, 1, keys, columns), as TMA has it: parts of a slot
     # are copied, and cannot be reshaped
-    kept: gl.constexpr = dtype if TILE.CACHE == "" else gl.int8
-    k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, N, D], kept)
-    v_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, N, DV], kept)
+    stored: gl.constexpr = dtype if TILE.CACHE == "" else gl.int8
+    k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, N, D], stored)
+    v_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, N, DV], stored)
     WARPGROUPS: gl.constexpr = TILE.WARPGROUPS
-    k_ring = allocate_ring(kept, [1, 1, N, D], k_layout, TILE.STAGES)
+    k_ring = allocate_ring(stored, [1, 1, N, D], k_layout, TILE.STAGES)
     # Two warpgroups' blocks of values are cleared before they are full, behind one barrier more
     MORE: gl.constexpr = 1 if WARPGROUPS > 1 and TILE.BY_TMA else 0
-    v_ring = allocate_ring(kept, [1, 1, N, DV], v_layout, TILE.STAGES, MORE)
+    v_ring = allocate_ring(stored, [1, 1, N, DV], v_layout, TILE.STAGES, MORE)
     q_buffers = gl.allocate_shared_memory(
         dtype, [TILE.Q_STAGES * WARPGROUPS, M, D], shared(M, D, dtype)
     )
@@ -86,7 +86,7 @@ def hopper_decode_kernel(
         by_row: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0, 1])
         maxima = gl.allocate_shared_memory(gl.float32, [M, 4], by_row)
         sums = gl.allocate_shared_memory(gl.float32, [M, 4], by_row)
-    own = Own(state, probabilities, maxima, sums)
+    scratch = Scratch(state, probabilities, maxima, sums)
     if WARPGROUPS > 1:
         make_barriers(rings, scales, TILE)
     # Made here: of numbers that are 1, Triton (3.6) forgets the values in tuples of tuples
@@ -100,8 +100,8 @@ def hopper_decode_kernel(
     if WARPGROUPS == 2 and TILE.BY_TMA:
         gl.warp_specialize(
             [
-                (attend_partition, (0, rings, own, output, counters, call, FEATURES, TILE)),
-                (attend_partition, (1, rings, own, output, counters, call, FEATURES, TILE)),
+                (attend_partition, (0, rings, scratch, output, counters, call, FEATURES, TILE)),
+                (attend_partition, (1, rings, scratch, output, counters, call, FEATURES, TILE)),
                 (load_partition, (sources, rings, counters, call, FEATURES, TILE)),
                 (query_partition, (rings, q, output, call, FEATURES, TILE)),
             ],
@@ -111,8 +111,8 @@ def hopper_decode_kernel(
     elif WARPGROUPS == 2:
         gl.warp_specialize(
             [
-                (attend_partition, (0, rings, own, output, counters, call, FEATURES, TILE)),
-                (attend_partition, (1, rings, own, output, counters, call, FEATURES, TILE)),
+                (attend_partition, (0, rings, scratch, output, counters, call, FEATURES, TILE)),
+                (attend_partition, (1, rings, scratch, output, counters, call, FEATURES, TILE)),
                 (load_partition, (sources, rings, counters, call, FEATURES, TILE)),
                 (query_partition, (rings, q, output, call, FEATURES, TILE)),
                 (copy_partition, (sources, rings, call, FEATURES, TILE)),
@@ -123,7 +123,7 @@ def hopper_decode_kernel(
     elif TILE.BY_TMA:
         gl.warp_specialize(
             [
-                (attend_partition, (0, rings, own, output, counters, call, FEATURES, TILE)),
+                (attend_partition, (0, rings, scratch, output, counters, call, FEATURES, TILE)),
                 (load_partition, (sources, rings, counters, call, FEATURES, TILE)),
                 (query_partition, (rings, q, output, call, FEATURES, TILE)),
             ],
@@ -133,7 +133,7 @@ def hopper_decode_kernel(
     else:
         gl.warp_specialize(
             [
-                (attend_partition, (0, rings, own, output, counters, call, FEATURES, TILE)),
+                (attend_partition, (0, rings, scratch, output, counters, call, FEATURES, TILE)),
                 (load_partition, (sources, rings, counters, call, FEATURES, TILE)),
                 (query_partition, (rings, q, output, call, FEATURES, TILE)),
                 (copy_partition, (sources, rings, call, FEATURES, TILE)),

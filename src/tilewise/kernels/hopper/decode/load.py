@@ -64,35 +64,35 @@ def load_partition(sources, rings, counters, call, FEATURES: gl.constexpr, TILE:
         streams = Hint(0, 0, 0, 0)
     else:
         streams = streams_of(lane, share, call, FEATURES, ROWS, DV)
-    found, streams = find_part(number, streams, lane, share, call, FEATURES, TILE)
+    part, streams = find_part(number, streams, lane, share, call, FEATURES, TILE)
     if TILE.WARPGROUPS == 1:
         mbarrier.wait(rings.ready.index(0), 0)
-    while found.is_work:
+    while part.is_work:
         fetched = fetch_next_tile(counters, True)
-        work = open_part(found, share, call, FEATURES, TILE)
+        work = open_part(part, share, call, FEATURES, TILE)
         send(rings.messages, messages_state, work)
         messages_state = advance(messages_state, 2)
         if TILE.BY_TMA:
             state = load_part(work, sources, rings, state, call, FEATURES, TILE)
         number = fetched_tile(fetched)
-        found, streams = find_part(number, streams, lane, share, call, FEATURES, TILE)
-    parts = found.stop
+        part, streams = find_part(number, streams, lane, share, call, FEATURES, TILE)
+    parts = part.stop
     # Numbers past the parts are slices of folds. All parts were handed out before them, to programs
     # that run: a slice waits for nothing that has not begun.
     FOLDED: gl.constexpr = TILE.ROWS  # each warpgroup's are folded by themselves
     hint = Hint(0, parts, 0, 0)
     EQUALLY: gl.constexpr = TILE.WARPGROUPS > 1
-    found = find_sequence(number, hint, lane, share, call, True, EQUALLY, FEATURES, FOLDED, DV)
-    while found.is_work:
+    part = find_sequence(number, hint, lane, share, call, True, EQUALLY, FEATURES, FOLDED, DV)
+    while part.is_work:
         fetched = fetch_next_tile(counters, True)
-        work = open_slice(found, share, call, FEATURES, FOLDED, DV)
+        work = open_slice(part, share, call, FEATURES, FOLDED, DV)
         await_parts(work, counters, call, FEATURES)
         send(rings.messages, messages_state, work)
         messages_state = advance(messages_state, 2)
         number = fetched_tile(fetched)
-        hint = found.hint
-        found = find_sequence(number, hint, lane, share, call, True, EQUALLY, FEATURES, FOLDED, DV)
-    reset_counter(counters, number, found.stop)
+        hint = part.hint
+        part = find_sequence(number, hint, lane, share, call, True, EQUALLY, FEATURES, FOLDED, DV)
+    reset_counter(counters, number, part.stop)
     send(rings.messages, messages_state, no_more())
 
 
@@ -124,8 +124,8 @@ def find_part(number, streams, lane, share, call, FEATURES: gl.constexpr, TILE: 
     ROWS: gl.constexpr = TILE.ROWS * TILE.WARPGROUPS
     DV: gl.constexpr = TILE.BLOCK_DV
     if TILE.WARPGROUPS == 1:
-        found = find_sequence(number, streams, lane, share, call, False, False, FEATURES, ROWS, DV)
-        return found, found.hint
+        part = find_sequence(number, streams, lane, share, call, False, False, FEATURES, ROWS, DV)
+        return part, part.hint
     else:
         return find_alternating(number, streams, lane, share, call, FEATURES, ROWS, DV)
 
@@ -215,8 +215,8 @@ def load_values(desc, ring, state, work, pages, row, n, keys, TILE: gl.constexpr
     full = ring.full.index(state.stage)
     # Behind the stages' is a barrier for blocks that are full only when they have been cleared
     landed = ring.full.index(TILE.STAGES)
-    at = ring.full.index(gl.where(has_unused, TILE.STAGES, state.stage))
-    copy_pages(desc, at, buffer, work, pages, row, TILE)
+    barrier = ring.full.index(gl.where(has_unused, TILE.STAGES, state.stage))
+    copy_pages(desc, barrier, buffer, work, pages, row, TILE)
     if has_unused:
         mbarrier.wait(landed, 0)
         clear_unused(buffer.reshape((N, TILE.BLOCK_DV)), n, keys, 8, 1, TILE)
@@ -236,5 +236,5 @@ def copy_pages(desc, full, buffer, work, pages, row, TILE: gl.constexpr):
     PAGES: gl.constexpr = N // BOX
     mbarrier.expect(full, BYTES * PAGES)
     for i in gl.static_range(PAGES):
-        at = [page_of(pages, i, BOX, N), work.head_k, row, 0]
-        tma_load(desc, at, full, buffer.slice(i * BOX, BOX, 2))
+        coordinates = [page_of(pages, i, BOX, N), work.head_k, row, 0]
+        tma_load(desc, coordinates, full, buffer.slice(i * BOX, BOX, 2))

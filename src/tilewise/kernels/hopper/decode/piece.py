@@ -34,7 +34,7 @@ from .rows import clear_unused, rows_at
 from .work import keys_of, lengths_in
 
 
-class Asked(NamedTuple):
+class MaskedPiece(NamedTuple):
     """What all blocks of a piece have in common."""
 
     seq: Sequence
@@ -53,8 +53,8 @@ def attend_piece(
     DV: gl.constexpr = TILE.BLOCK_DV
     S_LAYOUT: gl.constexpr = accumulator(N)
     O_LAYOUT: gl.constexpr = accumulator(DV)
-    asked = open_piece(work, call.numbers, call, modifiers, S_LAYOUT, FEATURES, TILE)
-    keys = asked.keys
+    masked = open_piece(work, call.numbers, call, modifiers, S_LAYOUT, FEATURES, TILE)
+    keys = masked.keys
     no_scores = gl.zeros([64, N], gl.float32, S_LAYOUT)
     acc_o = gl.zeros([64, DV], gl.float32, O_LAYOUT)
     m_i = gl.full([64], float("-inf"), gl.float32, row_of(S_LAYOUT))
@@ -68,7 +68,7 @@ def attend_piece(
         s = multiply_keys(q_smem, rings, state, no_scores, TILE)
         s = warpgroup_mma_wait(0, deps=[s])
         release_by_threads(rings.k, state)
-        p, _, m_i, l_i = online_block(s, first, m_i, l_i, asked, FEATURES, FIRST)
+        p, _, m_i, l_i = online_block(s, first, m_i, l_i, masked, FEATURES, FIRST)
         p = operand(p.to(rings.v.buffers.dtype), O_LAYOUT)
         for n in range(first + N, stop, N):
             ahead = advance(state, TILE.STAGES)
@@ -76,12 +76,12 @@ def attend_piece(
             acc_o = multiply_values(p, acc_o, rings, state, TILE)
             s = warpgroup_mma_wait(1, deps=[s])
             release_by_threads(rings.k, ahead)
-            s, m_new = block_max(s, n, m_i, asked, FEATURES, FIRST)
+            s, m_new = block_max(s, n, m_i, masked, FEATURES, FIRST)
             alpha, grows = rescale_factors(m_i, m_new, n, True)
             acc_o = warpgroup_mma_wait(0, deps=[acc_o])
             release_by_threads(rings.v, state)
             acc_o = rescale(acc_o, row_factor(alpha, O_LAYOUT), row_factor(grows, O_LAYOUT))
-            p, _ = exponentials(s, m_i, m_new, exp_scale(asked.seq, FEATURES), True)
+            p, _ = exponentials(s, m_i, m_new, exp_scale(masked.seq, FEATURES), True)
             m_i, l_i = m_new, add_sums(l_i, alpha, p)
             p = operand(p.to(rings.v.buffers.dtype), O_LAYOUT)
             state = ahead
@@ -94,7 +94,7 @@ def attend_piece(
             s = multiply_keys(q_smem, rings, state, no_scores, TILE)
             s = warpgroup_mma_wait(0, deps=[s])
             release_by_threads(rings.k, state)
-            p, alpha, m_i, l_i = online_block(s, n, m_i, l_i, asked, FEATURES)
+            p, alpha, m_i, l_i = online_block(s, n, m_i, l_i, masked, FEATURES)
             acc_o = acc_o * row_factor(alpha, O_LAYOUT)[:, None]
             v_tile = wait_values(n, keys, rings, state, TILE)
             acc_o = add_values(operand(p.to(v_tile.dtype), O_LAYOUT), v_tile, acc_o, rings, state)
@@ -116,7 +116,7 @@ def open_piece(
     seq = Sequence(lengths_in(work), slope, numbers, work.batch, head, modifiers, 0)
     position = (work.seqlen_k - work.seqlen_q + rows.token)[:, None]
     keys = keys_of(work, call, FEATURES, TILE.ROWS)
-    return Asked(seq, position, keys, keys_of_all(work, keys, call, FEATURES))
+    return MaskedPiece(seq, position, keys, keys_of_all(work, keys, call, FEATURES))
 
 
 @gluon.jit

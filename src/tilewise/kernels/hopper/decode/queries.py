@@ -72,9 +72,9 @@ def load_queries(work, q, buffer, FEATURES: gl.constexpr, TILE: gl.constexpr):
             begins = begins_of(q, work, rows, FEATURES)
             ptrs, exist = pieces_of(begins, rows.is_query, columns, FEATURES.HEADDIM, PIECE)
             if TILE.WARPGROUPS == 1:
-                found = gl.load(ptrs, mask=exist, other=0.0)
+                loaded = gl.load(ptrs, mask=exist, other=0.0)
                 if TILE.CACHE != "":
-                    found = even_before_odd(found)
-                buffer.slice(first, ROWS).store(found)
+                    loaded = even_before_odd(loaded)
+                buffer.slice(first, ROWS).store(loaded)
             else:
                 async_copy.async_copy_global_to_shared(buffer.slice(first, ROWS), ptrs, mask=exist)

@@ -52,8 +52,8 @@ def rows_at(work, row, FEATURES: gl.constexpr, TILE: gl.constexpr):
 def begins_of(x, work, rows, FEATURES: gl.constexpr):
     """Where rows begin in a `Strided` tensor."""
     batch = 0 if FEATURES.PACKED else work.batch
-    at = x.ptr + gl.to_tensor(batch).to(gl.int64) * x.batch
-    return at + (work.first_q + rows.token).to(gl.int64) * x.row + rows.head.to(gl.int64) * x.head
+    ptr = x.ptr + gl.to_tensor(batch).to(gl.int64) * x.batch
+    return ptr + (work.first_q + rows.token).to(gl.int64) * x.row + rows.head.to(gl.int64) * x.head
 
 
 @gluon.jit
@@ -61,18 +61,18 @@ def write_rows(work, state, rows, columns, has_lse, output, call, FEATURES: gl.c
     """Columns of rows, and their lse."""
     sink = load_sink(call.optionals, rows.head, FEATURES)
     finished = finish(state.m_i, state.l_i, sink, FEATURES)
-    found = state.acc_o * finished.rescale[:, None]
+    out = state.acc_o * finished.rescale[:, None]
     if call.scales.v is not None:
-        found = found * v_sequence_scale(work, call.scales)
-    found = found.to(output.out.ptr.dtype.element_ty)
+        out = out * v_sequence_scale(work, call.scales)
+    out = out.to(output.out.ptr.dtype.element_ty)
     begins = begins_of(output.out, work, rows, FEATURES)
     inside = rows.is_query[:, None] & (columns < FEATURES.HEADDIM_V)[None, :]
-    gl.store(begins[:, None] + columns[None, :], found, mask=inside)
+    gl.store(begins[:, None] + columns[None, :], out, mask=inside)
     batch = 0 if FEATURES.PACKED else work.batch
     nheads = call.sizes.nheads * FEATURES.GROUP
     row = (gl.to_tensor(batch).to(gl.int64) * nheads + rows.head) * call.sizes.seqlen_q
-    at = output.lse + (row + work.first_q + rows.token)
-    gl.store(at, finished.lse, mask=rows.is_query & has_lse)
+    ptrs = output.lse + (row + work.first_q + rows.token)
+    gl.store(ptrs, finished.lse, mask=rows.is_query & has_lse)
 
 
 @gluon.jit
@@ -80,13 +80,13 @@ def store_partial(work, piece, state, partials, call, FEATURES: gl.constexpr, TI
     """The state of a piece, unnormalised."""
     layout: gl.constexpr = state.acc_o.type.layout
     rows = rows_at(work, gl.arange(0, TILE.BLOCK_M, row_of(layout)), FEATURES, TILE)
-    at = partial_row(work, piece, rows.token, rows.head, call, FEATURES)
+    offset = partial_row(work, piece, rows.token, rows.head, call, FEATURES)
     columns = gl.arange(0, TILE.BLOCK_DV, column_of(layout))
     inside = rows.is_query[:, None] & (columns < FEATURES.HEADDIM_V)[None, :]
-    ptrs = partials.acc_o + (at * FEATURES.HEADDIM_V)[:, None] + columns[None, :]
+    ptrs = partials.acc_o + (offset * FEATURES.HEADDIM_V)[:, None] + columns[None, :]
     gl.store(ptrs, state.acc_o, mask=inside)
-    gl.store(partials.m_i + at, state.m_i, mask=rows.is_query)
-    gl.store(partials.l_i + at, state.l_i, mask=rows.is_query)
+    gl.store(partials.m_i + offset, state.m_i, mask=rows.is_query)
+    gl.store(partials.l_i + offset, state.l_i, mask=rows.is_query)
 
 
 @gluon.jit

@@ -73,8 +73,8 @@ def sequence_scale(work, ptr, batch_stride, row_stride, head_stride):
     if ptr is None or row_stride is not None:
         return 1.0
     else:
-        at = ptr + work.batch.to(gl.int64) * batch_stride + work.head_k * head_stride
-        return gl.load(at, mask=work.seqlen_k > 0, other=1.0)
+        ptrs = ptr + work.batch.to(gl.int64) * batch_stride + work.head_k * head_stride
+        return gl.load(ptrs, mask=work.seqlen_k > 0, other=1.0)
 
 
 @gluon.jit
@@ -97,6 +97,6 @@ def copy_row_scales(scales, smem, work, rows):
     """Starts to copy the scales of rows, 4 bytes a thread at a time; zeros, and nothing read, for
     rows that are not in use.
     """
-    at = scales.ptr + work.head_k.to(gl.int64) * scales.head + rows.page * scales.batch
-    at = at + rows.row * scales.row
-    async_copy.async_copy_global_to_shared(smem, at, mask=rows.is_used)
+    ptrs = scales.ptr + work.head_k.to(gl.int64) * scales.head + rows.page * scales.batch
+    ptrs = ptrs + rows.row * scales.row
+    async_copy.async_copy_global_to_shared(smem, ptrs, mask=rows.is_used)

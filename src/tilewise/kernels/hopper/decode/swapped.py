@@ -46,38 +46,38 @@ def attend_piece_swapped(
         numbers = times_scale(numbers, gl.where(k_scale > 0.0, k_scale, 1.0))
     # K and V^T are both in registers else, for which these leave no room
     IN_TURN: gl.constexpr = TILE.CACHE != "" and M > (8 if DV > 128 else 32)
-    asked = open_piece(work, numbers, call, modifiers, S_LAYOUT, FEATURES, TILE)
+    masked = open_piece(work, numbers, call, modifiers, S_LAYOUT, FEATURES, TILE)
     no_scores = gl.zeros([N, M], gl.float32, accumulator(M))
     acc_o = gl.zeros([DV, M], gl.float32, accumulator(M))
     m_i = gl.full([M], float("-inf"), gl.float32, row_of(S_LAYOUT))
     l_i = sums_of_threads(gl.zeros([M, N], gl.float32, S_LAYOUT))
     split_size = call.sizes.split_size
-    first, stop = piece_keys(piece * split_size, split_size, asked.keys, N)
+    first, stop = piece_keys(piece * split_size, split_size, masked.keys, N)
     s = multiply_keys(q_smem, rings, state, no_scores, TILE)
     s = take_scores(s, 0, rings, state, k_scale, call, TILE)
-    p, _, m_i, l_i = online_block(s, m_i, l_i, first, asked, own, FEATURES)
+    p, _, m_i, l_i = online_block(s, m_i, l_i, first, masked, own, FEATURES)
     p_smem = share(p, first, own, rings, state, call, TILE)
     for n in range(first + N, stop, N):
         ahead = advance(state, TILE.STAGES)
         s = multiply_keys(q_smem, rings, ahead, no_scores, TILE)
         if IN_TURN:
             s = take_scores(s, 0, rings, ahead, k_scale, call, TILE)
-            acc_o = multiply_values(p_smem, acc_o, n - N, asked.keys, rings, state, TILE)
+            acc_o = multiply_values(p_smem, acc_o, n - N, masked.keys, rings, state, TILE)
         else:
-            acc_o = multiply_values(p_smem, acc_o, n - N, asked.keys, rings, state, TILE)
+            acc_o = multiply_values(p_smem, acc_o, n - N, masked.keys, rings, state, TILE)
             s = take_scores(s, 1, rings, ahead, k_scale, call, TILE)
-        p, alpha, m_i, l_i = online_block(s, m_i, l_i, n, asked, own, FEATURES)
+        p, alpha, m_i, l_i = online_block(s, m_i, l_i, n, masked, own, FEATURES)
         p_smem = share(p, n, own, rings, ahead, call, TILE)
         acc_o = end_values(acc_o, alpha, rings, state)
         state = ahead
     last = (stop - 1) // N * N
-    acc_o = multiply_values(p_smem, acc_o, last, asked.keys, rings, state, TILE)
+    acc_o = multiply_values(p_smem, acc_o, last, masked.keys, rings, state, TILE)
     acc_o = warpgroup_mma_wait(0, deps=[acc_o])
     release_by_threads(rings.v, state)
     l_i = whole_sums(of_all_warps(sums_of_warps(l_i), own.sums))
     acc_o = by_rows(acc_o) if TILE.CACHE == "" else in_order(acc_o)
-    found = SplitState(acc_o, in_rows(m_i, O_LAYOUT), in_rows(l_i, O_LAYOUT))
-    return advance(state, TILE.STAGES), found
+    partial = SplitState(acc_o, in_rows(m_i, O_LAYOUT), in_rows(l_i, O_LAYOUT))
+    return advance(state, TILE.STAGES), partial
 
 
 @gluon.constexpr_function

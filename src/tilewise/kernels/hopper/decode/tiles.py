@@ -95,7 +95,14 @@ def eight_bit_tile(
 
     programs = 2 if rows <= 32 and stages_of(2) > 1 else 1
     return SplitPipeline(
-        *(rows, *shape, stages_of(programs), q_stages, by_tma, in_shared),
+        ROWS=rows,
+        BLOCK_N=block_n,
+        BLOCK_D=block_d,
+        BLOCK_DV=block_dv,
+        STAGES=stages_of(programs),
+        Q_STAGES=q_stages,
+        BY_TMA=by_tma,
+        STATE_IN_SHARED=in_shared,
         COPY_WARPS=2 if programs > 1 else 4,  # 2 are those that the load warp's group has room for
         CACHE=cache,
         BLOCK_M=rows,
@@ -119,7 +126,13 @@ def shared_tile(
     stages = min((room - q_stages * of_queries) // stage, 8)
     by_tma = is_box(page_size, block_n)
     return SplitPipeline(
-        *(rows, *block, stages, q_stages, by_tma),
+        ROWS=rows,
+        BLOCK_N=block_n,
+        BLOCK_D=block_d,
+        BLOCK_DV=block_dv,
+        STAGES=stages,
+        Q_STAGES=q_stages,
+        BY_TMA=by_tma,
         STATE_IN_SHARED=False,
         COPY_WARPS=2,  # those that the load warp's group has room for
         WARPGROUPS=warpgroups,

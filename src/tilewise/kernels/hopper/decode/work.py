@@ -56,7 +56,7 @@ class Work(NamedTuple):
     piece: gl.tensor  # pieces [piece, stop) are this part's
     stop: gl.tensor
     first: gl.tensor  # the first piece that the sequence sees
-    each: gl.tensor  # pieces of the tile's first part
+    length: gl.tensor  # pieces of the tile's first part
     parts: gl.tensor  # of the tile
     rows: gl.tensor  # of partial states before those of the sequence
     index: gl.tensor  # of the part, or the slice
@@ -92,10 +92,10 @@ def open_part(found, share, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
     ROWS: gl.constexpr = TILE.ROWS * TILE.WARPGROUPS
     tokens = ROWS // FEATURES.GROUP
     if TILE.WARPGROUPS == 1:
-        first_q, seqlen_q, seqlen_k, seen, pieces = found.sequence
+        first_q, seqlen_q, seqlen_k, first_seen, pieces = found.sequence
         division = found.division
     else:  # whose load warp has no registers for these
-        first_q, seqlen_q, seqlen_k, seen, pieces = sequence_at(found.batch, call, FEATURES)
+        first_q, seqlen_q, seqlen_k, first_seen, pieces = sequence_at(found.batch, call, FEATURES)
         division = divide_equally(pieces, share)
     parts = division.parts
     tiles = gl.maximum(gl.cdiv(seqlen_q, tokens), 1)
@@ -110,13 +110,13 @@ def open_part(found, share, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
     start = place * tokens
     of_tile = tile_keys(start, seqlen_q, seqlen_k, call, FEATURES, ROWS)
     first, count = pieces_of_part(part, division)
-    piece = gl.maximum(seen + first, of_tile.piece)
-    stop = gl.maximum(gl.minimum(seen + first + count, of_tile.stop), piece)
+    piece = gl.maximum(first_seen + first, of_tile.piece)
+    stop = gl.maximum(gl.minimum(first_seen + first + count, of_tile.stop), piece)
     return Work(
-        *(PART, start, tile // tiles, found.batch, first_q, seqlen_q, seqlen_k),
-        *(piece, stop, seen, division.length, parts, found.rows, part),
+        PART, start, tile // tiles, found.batch, first_q, seqlen_q, seqlen_k,
+        piece, stop, first_seen, division.length, parts, found.rows, part,
         is_sliced(pieces, parts, seqlen_q, FEATURES, TILE.ROWS),
-    )
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -125,16 +125,16 @@ def open_slice(
 ):
     """The slice of a number."""
     tokens = ROWS // FEATURES.GROUP
-    first_q, seqlen_q, seqlen_k, seen, _ = found.sequence
-    each, _, parts = found.division
+    first_q, seqlen_q, seqlen_k, first_seen, _ = found.sequence
+    length, _, parts = found.division
     slices = gl.maximum(slices_of(seqlen_q, FEATURES, ROWS, BLOCK_DV), 1)
     tile = found.within // slices
     tiles = gl.maximum(gl.cdiv(seqlen_q, tokens), 1)
     return Work(
-        *(FOLD, tile % tiles * tokens, tile // tiles, found.batch, first_q, seqlen_q, seqlen_k),
-        *(0, 0, seen, each, parts, found.rows, found.within % slices),
+        FOLD, tile % tiles * tokens, tile // tiles, found.batch, first_q, seqlen_q, seqlen_k,
+        0, 0, first_seen, length, parts, found.rows, found.within % slices,
         True,
-    )
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -159,9 +159,9 @@ def seen_of(work, call, FEATURES: gl.constexpr, ROWS: gl.constexpr):
 def narrowed(work, start, piece, stop):
     """Fewer rows or pieces of a part."""
     return Work(
-        *(work.kind, start, work.head_k, work.batch, work.first_q, work.seqlen_q, work.seqlen_k),
-        *(piece, stop, work.first, work.each, work.parts, work.rows, work.index, work.is_sliced),
-    )
+        work.kind, start, work.head_k, work.batch, work.first_q, work.seqlen_q, work.seqlen_k,
+        piece, stop, work.first, work.length, work.parts, work.rows, work.index, work.is_sliced,
+    )  # fmt: skip
 
 
 @gluon.jit

@@ -113,10 +113,10 @@ class ChunkStep(decode_step.DecodeStep):
 
     def launch(self, stream: int, row: list[Any]) -> None:
         """Launches it; `row` has q, k, v, the page table, the other tensors, out and lse."""
-        q, k, v, *others, out, lse = row
-        table = (others.pop(0),) if self.has_pages else ()
+        q, k, v, *addresses, out, lse = row
+        table = (addresses.pop(0),) if self.has_pages else ()
         extras = [0] * self.count
-        for place, address in zip(self.places, others):
+        for place, address in zip(self.places, addresses):
             extras[place] = address
         relaunch, of = self.relaunch, self.of
         gaps = lse, counter(self.device, self.index, stream), *(extras if self.places else ())

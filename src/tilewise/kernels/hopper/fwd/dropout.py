@@ -52,8 +52,8 @@ def drop_pairs(p, stream, m_start, n_start, rows, threshold, dtype: gl.constexpr
     group_k = key_group(n_start) + key_group(columns & 6)
     group_k = (group_k + key_group(columns - (columns & 6))).to(gl.uint32)
     w0, w1, w2, w3 = group_words(stream, group_q, group_k)
-    at = word_of(columns)
-    word = gl.where(at < 2, gl.where(at == 0, w0, w1), gl.where(at == 2, w2, w3))
+    index = word_of(columns)
+    bits = gl.where(index < 2, gl.where(index == 0, w0, w1), gl.where(index == 2, w2, w3))
     selector = 0x5150 + 0x101 * byte_of(rows, columns)
     least = (gl.cast(threshold, gl.uint32) + 0x6400) * 0x10001
     KIND: gl.constexpr = "bf16" if dtype == gl.bfloat16 else "f16"
@@ -61,7 +61,7 @@ def drop_pairs(p, stream, m_start, n_start, rows, threshold, dtype: gl.constexpr
     return gl.inline_asm_elementwise(
         text,
         "=r,r,r,r,r,r",
-        [even, odd, word, selector, least],
+        [even, odd, bits, selector, least],
         dtype=gl.int32,
         is_pure=True,
         pack=1,
@@ -78,11 +78,11 @@ def from_pairs(pairs, dtype: gl.constexpr):
 
 def _select(dtype):
     def select(even, odd, word, selector, least):
-        words = []
+        pairs = []
         for x, place in ((even, selector), (odd, selector >> 8)):
-            kept = ((word >> 8 * (place & 3)) & 255) >= (least & 255)
-            words.append(torch.where(kept, x, 0.0).to(dtype).view(torch.int16).int())
-        return words[0] & 0xFFFF | words[1] << 16
+            is_kept = ((word >> 8 * (place & 3)) & 255) >= (least & 255)
+            pairs.append(torch.where(is_kept, x, 0.0).to(dtype).view(torch.int16).int())
+        return pairs[0] & 0xFFFF | pairs[1] << 16
 
     return select
 

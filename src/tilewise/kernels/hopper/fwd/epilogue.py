@@ -105,8 +105,8 @@ def store_rows(
     """Stores 64 rows of O, which are in fp32; 0 in rows that are not used, which may hold NaN."""
     dtype: gl.constexpr = output.smem.dtype
     if FEATURES.HEADDIM_V % TMA_UNIT == 0:
-        at = place_of_rows(work, WG, FEATURES, TILE)
-        store_columns(out.to(dtype), output, WG, at, 0, FEATURES)
+        place = place_of_rows(work, WG, FEATURES, TILE)
+        store_columns(out.to(dtype), output, WG, place, 0, FEATURES)
         if FEATURES.PACKED:
             if work.seqlen_q < work.rows_q:
                 zeros = gl.full(out.shape, 0.0, dtype, out.type.layout)

@@ -279,10 +279,10 @@ def place_of_scale(work, scales, FEATURES: gl.constexpr, TILE: gl.constexpr):
 @gluon.jit
 def load_unit(work, scales, FEATURES: gl.constexpr, TILE: gl.constexpr):
     """What Q K^T of a tile is multiplied with."""
-    at = place_of_scale(work, scales, FEATURES, TILE)
+    offset = place_of_scale(work, scales, FEATURES, TILE)
     is_tile = work.start != END
-    q_scale = gl.load(scales.q + at, mask=is_tile, other=0.0)
-    return unit_of(q_scale, gl.load(scales.k + at, mask=is_tile, other=0.0))
+    q_scale = gl.load(scales.q + offset, mask=is_tile, other=0.0)
+    return unit_of(q_scale, gl.load(scales.k + offset, mask=is_tile, other=0.0))
 
 
 @gluon.jit
@@ -320,8 +320,8 @@ def write_tile(
     TILE: gl.constexpr,
 ):
     """Rescales and stores 64 rows of O, and their lse. Tiles alternate in `parity`."""
-    at = place_of_scale(work, scales, FEATURES, TILE)
-    v_scale, means = gl.load(scales.v + at), load_means(at, scales, FEATURES, TILE)
+    offset = place_of_scale(work, scales, FEATURES, TILE)
+    v_scale, means = gl.load(scales.v + offset), load_means(offset, scales, FEATURES, TILE)
     q_idx, factor = finish_rows(m_i - TOP, l_i, work, output, call, WG, FEATURES, TILE)
     O_LAYOUT: gl.constexpr = acc_o.type.layout
     out = acc_o * row_factor(factor * v_scale, O_LAYOUT)[:, None]
@@ -365,5 +365,5 @@ def add_means(out, share, means):
 def joined(left, right):
     """The two halves side by side: each number stays in its register."""
     columns: gl.constexpr = 2 * left.shape[1]
-    both = gl.join(left, right).permute(0, 2, 1).reshape([64, columns])
-    return gl.convert_layout(both, fp8_accumulator(columns), assert_trivial=True)
+    columns_of_both = gl.join(left, right).permute(0, 2, 1).reshape([64, columns])
+    return gl.convert_layout(columns_of_both, fp8_accumulator(columns), assert_trivial=True)

@@ -107,10 +107,10 @@ def load_rows(
     shape: gl.constexpr = desc.block_type.shape
     FLAT: gl.constexpr = TILE.V_FLAT and WHICH == 1
     if TILE.FP8:
-        at = [block.batch, block.head, block.row, 0]
+        coordinates = [block.batch, block.head, block.row, 0]
         if WHICH == 1:
-            at = [block.batch, block.head, 0, block.column]
-        tma_load(desc, at, full, buffer.reshape(shape), pred=pred)
+            coordinates = [block.batch, block.head, 0, block.column]
+        tma_load(desc, coordinates, full, buffer.reshape(shape), pred=pred)
     elif TILE.PAGE > 0:
         heads, page_size = sources.heads_per_batch[WHICH], sources.table.page_size
         load_pages(desc, block, heads, page_size, full, buffer, pred, first, TILE)
@@ -119,8 +119,8 @@ def load_rows(
         load_ragged(desc, block.stop, block.size, head, block.n_start, full, buffer, pred, column)
     else:
         head, column = place_of_head(block.head, step, first, FLAT)
-        at = [block.batch, head, block.n_start, column]
-        tma_load(desc, at, full, buffer.reshape(shape), pred=pred)
+        coordinates = [block.batch, head, block.n_start, column]
+        tma_load(desc, coordinates, full, buffer.reshape(shape), pred=pred)
 
 
 @gluon.jit
@@ -140,8 +140,8 @@ def load_pages(
         else:
             row = block.row
             used = clamp(block.seqlen_k - block.n_start + row, 0, page_size)
-        at = [BILLION, used, head, BILLION - used + row, column]
-        tma_load(desc, at, full, rows.slice(i * BOX, BOX, 3), pred=pred)
+        coordinates = [BILLION, used, head, BILLION - used + row, column]
+        tma_load(desc, coordinates, full, rows.slice(i * BOX, BOX, 3), pred=pred)
 
 
 @gluon.jit

@@ -72,13 +72,13 @@ def load_partition(sources, rings, call, FEATURES: gl.constexpr, TILE: gl.conste
             progress, tile = load_tile(sources, rings, progress, work, call, FEATURES, TILE)
         has_values = True
     elif FEATURES.PACKED:
-        found = find_tile(tile, Hint(0, 0), call, FEATURES, TILE)
-        while found.is_tile:
-            m_start = found.m_block * TILE.BLOCK_M
-            work = open_ragged(m_start, found.head, found.batch, call, FEATURES, TILE)
+        tile_found = find_tile(tile, Hint(0, 0), call, FEATURES, TILE)
+        while tile_found.is_tile:
+            m_start = tile_found.m_block * TILE.BLOCK_M
+            work = open_ragged(m_start, tile_found.head, tile_found.batch, call, FEATURES, TILE)
             progress, tile = load_tile(sources, rings, progress, work, call, FEATURES, TILE)
-            found = find_tile(tile, found.hint, call, FEATURES, TILE)
-        tiles = found.tiles
+            tile_found = find_tile(tile, tile_found.hint, call, FEATURES, TILE)
+        tiles = tile_found.tiles
         has_values = progress.has_prev  # there may have been no tile
     else:
         tiles = call.queue.tiles
@@ -110,7 +110,7 @@ def load_tile(sources, rings, progress, work, call, FEATURES: gl.constexpr, TILE
         load_queries(rings.q[i], q_state, sources.q, (batch, head_k, m_start, member), TILE)
     q_state = advance(q_state, TILE.Q_STAGES)
     last = work.last - work.first
-    known = gl.to_tensor(0)  # blocks of the head's V^T that are ready
+    blocks_ready = gl.to_tensor(0)  # blocks of the head's V^T that are ready
     fetched = gl.zeros([32], gl.int32, LANE_LAYOUT)
     for i in range(last + 1):
         # The number takes a microsecond, which the full ring hides. One fetched sooner would fall
@@ -125,7 +125,7 @@ def load_tile(sources, rings, progress, work, call, FEATURES: gl.constexpr, TILE
             block = block_of(work, batch, head_k, n_start, sources, FEATURES, TILE)
         if TILE.TRANSPOSES:
             head = batch * sources.transposing.nheads_k + head_k
-            known = await_values(sources.transposing, head, n_start, known)
+            blocks_ready = await_values(sources.transposing, head, n_start, blocks_ready)
         load_kv(rings.kv_ring, kv_state, sources, block, True, prev_block, has_prev, TILE)
         kv_state = advance(kv_state, TILE.STAGES)
         copy_bias(sources.bias, rings.bias, bias_state, work, n_start, call, TILE)
@@ -146,8 +146,8 @@ def load_queries(ring, state, desc, place, TILE: gl.constexpr):
     mbarrier.expect(full, GROUPS * desc.block_type.nbytes)
     for group in gl.static_range(GROUPS):
         buffer = ring.buffers.index(state.stage * GROUPS + group)
-        at = [place[0], place[1], place[2], place[3], group * shape[4]]
-        tma_load(desc, at, full, buffer.reshape(shape))
+        coordinates = [place[0], place[1], place[2], place[3], group * shape[4]]
+        tma_load(desc, coordinates, full, buffer.reshape(shape))
 
 
 @gluon.jit

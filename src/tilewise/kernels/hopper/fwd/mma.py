@@ -316,5 +316,5 @@ def softmax_step(
     TILE: gl.constexpr,
 ):
     """The softmax of a block with exponentials p, after blocks with the sums l_i."""
-    kept = dropout(p, tile, n_block, call, dtype, FEATURES, TILE)
-    return BlockSoftmax(operand(kept, accumulator(TILE.BLOCK_DV)), m_i, add_sums(l_i, alpha, p))
+    dropped = dropout(p, tile, n_block, call, dtype, FEATURES, TILE)
+    return BlockSoftmax(operand(dropped, accumulator(TILE.BLOCK_DV)), m_i, add_sums(l_i, alpha, p))

@@ -165,7 +165,7 @@ def await_keys(work, head_k, n_start, arrived, runs, TILE: gl.constexpr):
     least = gl.maximum(before, after)
     group = head_k // runs.heads
     least = gl.where(least > 0, group * runs.pieces + least, 0)
-    found = gl.inline_asm_elementwise(
+    arrived_now = gl.inline_asm_elementwise(
         _AWAIT,
         "=&r,l,r,r,l",
         [runs.words + _ARRIVED, least, arrived, runs.limit],
@@ -173,10 +173,10 @@ def await_keys(work, head_k, n_start, arrived, runs, TILE: gl.constexpr):
         is_pure=False,
         pack=1,
     )
-    is_late = found < least
+    is_late = arrived_now < least
     gl.store(runs.words + _LATE, least, mask=is_late)
     gl.store(runs.words + _FAILED, 1, mask=is_late)
-    return gl.maximum(found, arrived)
+    return gl.maximum(arrived_now, arrived)
 
 
 def _await(word: Any, least: Any, arrived: Any, limit: Any) -> torch.Tensor:

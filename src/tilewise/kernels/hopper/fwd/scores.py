@@ -31,7 +31,7 @@ class TileRows(NamedTuple):
     rows: gl.tensor
     slope_log2: gl.tensor
     stream: tuple  # of dropout's random numbers
-    seen: RowInterval  # keys, of a mask that keeps such ends
+    interval: RowInterval  # keys, of a mask that keeps such ends
 
 
 @gluon.jit
@@ -41,11 +41,11 @@ def open_rows(work, rows, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
     stream = 0
     if FEATURES.DROPOUT:
         stream = stream_of(call.optionals.dropout_rng, work.batch, work.head)
-    seen = RowInterval(0, 0)
+    interval = RowInterval(0, 0)
     if FEATURES.ENDS:
         q_idx = gl.maximum(work.start, 0) + rows  # memory is read there, after the last tile, too
-        seen = load_ends(q_idx, work.batch, work.head, call.modifiers.mask_tensors)
-    return TileRows(work, rows, slope_log2, stream, seen)
+        interval = load_ends(q_idx, work.batch, work.head, call.modifiers.mask_tensors)
+    return TileRows(work, rows, slope_log2, stream, interval)
 
 
 @gluon.jit
@@ -125,7 +125,7 @@ def to_scores(
         m_i = running_max_of(s, m_i, scale, by_integers)
     elif needs_mask(work, i, n_block, FEATURES):
         if FEATURES.ENDS:
-            first, stop = tile.seen.first[:, None], tile.seen.stop[:, None]
+            first, stop = tile.interval.first[:, None], tile.interval.stop[:, None]
             stop = gl.minimum(stop - seq.origin, seq.lengths.seqlen_k)
             s = hide_outside(s, RowInterval(first - seq.origin, stop))
         else:

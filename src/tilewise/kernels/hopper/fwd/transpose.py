@@ -175,8 +175,8 @@ def copy_block(values, ring, state, block, transposing):
     full = ring.full.index(state.stage)
     shape: gl.constexpr = values.block_type.shape
     mbarrier.expect(full, values.block_type.nbytes, pred=exists)
-    at = [head // transposing.nheads_k, head % transposing.nheads_k, first_key, 0]
-    tma_load(values, at, full, ring.buffers.index(state.stage).reshape(shape), pred=exists)
+    coordinates = [head // transposing.nheads_k, head % transposing.nheads_k, first_key, 0]
+    tma_load(values, coordinates, full, ring.buffers.index(state.stage).reshape(shape), pred=exists)
 
 
 @gluon.jit
@@ -222,11 +222,11 @@ def await_values(transposing, head, n_start, known):
     head's first blocks are. `known` of them are known to be.
     """
     level = transposing.levels - 1 - n_start // KEYS
-    words = transposing.words + (READY + head * transposing.levels)
+    flags = transposing.words + (READY + head * transposing.levels)
     return gl.inline_asm_elementwise(
         _AWAIT,
         "=&r,l,r,r,r",
-        [words, level, known, transposing.levels],
+        [flags, level, known, transposing.levels],
         dtype=gl.int32,
         is_pure=False,
         pack=1,
@@ -247,18 +247,18 @@ def leave(transposing, NUM_WARPS: gl.constexpr):
             gl.store(transposing.words + first + offs, 0, mask=exists)
 
 
-def _await(words: Any, level: Any, known: Any, levels: Any) -> torch.Tensor:
+def _await(words: Any, level: Any, ready: Any, levels: Any) -> torch.Tensor:
     """Returns how many words are known to be 1: a poll may have seen some of those that are."""
     from gluon_emulator.hopper.machine import running
 
-    partition, place, known, count = running(), int(level), int(known), int(levels)
-    if place >= known:
+    partition, place, ready, count = running(), int(level), int(ready), int(levels)
+    if place >= ready:
         flags = words.flat[words.offset : words.offset + count]
         partition.wait(lambda: int(flags[place]) != 0, lambda: f"waits for word {place}")
-        known = place + 1
-        while known < count and int(flags[known]) and partition.machine.random.random() < 0.9:
-            known += 1
-    return torch.tensor(known, dtype=torch.int32)
+        ready = place + 1
+        while ready < count and int(flags[ready]) and partition.machine.random.random() < 0.9:
+            ready += 1
+    return torch.tensor(ready, dtype=torch.int32)
 
 
 # What this assembly means to the emulator

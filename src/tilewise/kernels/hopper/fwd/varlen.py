@@ -51,9 +51,9 @@ def find_tile(tile, hint, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
     starts, sizes = call.optionals.cu_seqlens_q, call.sizes
     nheads, last_first = call.queue.nheads, FEATURES.RIGHT
     return varlen_tile(
-        *(tile, hint, lane, starts, sizes.seqlen_q, sizes.packed, nheads),
-        *(TILE.BLOCK_M, 1, last_first),
-    )
+        tile, hint, lane, starts, sizes.seqlen_q, sizes.packed, nheads,
+        TILE.BLOCK_M, 1, last_first,
+    )  # fmt: skip
 
 
 @gluon.jit
