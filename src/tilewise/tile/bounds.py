@@ -24,13 +24,13 @@ def _block_range(first_row, stop_row, full_first_row, full_stop_row, limit, BLOC
     """Row intervals (seen by any, seen by all) in units of blocks; only blocks whole inside the
     second are full.
     """
-    first_row = clamp(first_row, 0, limit)
+    first_row = clamp(first_row, 0, high=limit)
     first = first_row // BLOCK
-    stop_row = clamp(stop_row, first_row, limit)
+    stop_row = clamp(stop_row, first_row, high=limit)
     stop = tl.where(stop_row > first_row, tl.cdiv(stop_row, BLOCK), first)
-    full_first = clamp(tl.cdiv(tl.maximum(full_first_row, 0), BLOCK), first, stop)
-    full_stop = clamp(clamp(full_stop_row, 0, limit) // BLOCK, full_first, stop)
-    return BlockRange(first, full_first, full_stop, stop)
+    full_first = clamp(tl.cdiv(tl.maximum(full_first_row, 0), BLOCK), first, high=stop)
+    full_stop = clamp(clamp(full_stop_row, 0, high=limit) // BLOCK, full_first, high=stop)
+    return BlockRange(first, full_first, full_stop=full_stop, stop=stop)
 
 
 @triton.jit
@@ -99,14 +99,14 @@ def blocks_listed(lists, seq, row, limit, blocks, whole):
     """The lists of a block, which number `blocks` blocks, and among the first `whole` full ones:
     none where the other side has no rows, as a descriptor of no rows would read one.
     """
-    n = list_row(lists, seq.batch, seq.head, row)
+    n = list_row(lists, seq.batch, head=seq.head, row=row)
     most_partial = tl.where(limit > 0, lists.partial_width, 0)
     most_full = tl.where((limit > 0) & (whole > 0), lists.full_width, 0)
     return ListedBlocks(
-        clamp(tl.load(lists.partial_counts + n), 0, most_partial),
+        clamp(tl.load(lists.partial_counts + n), 0, high=most_partial),
         lists.partial + n * lists.partial_width,
         blocks,
-        clamp(tl.load(lists.full_counts + n), 0, most_full),
+        clamp(tl.load(lists.full_counts + n), 0, high=most_full),
         lists.full + n * lists.full_width,
         whole,
     )

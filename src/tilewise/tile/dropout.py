@@ -5,8 +5,6 @@ elements of one group in one thread: in wgmma's accumulator layout, queries down
 16 of a group; keys down (the backward's S^T) it has four.
 """
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 
@@ -28,13 +26,6 @@ STEPS_K = tl.constexpr(random_bytes.STEPS_K)
 STEPS_Q = tl.constexpr(random_bytes.STEPS_Q)
 
 
-class Draw(NamedTuple):
-    """A random word for each pair, and which of its bytes is the pair's."""
-
-    bits: tl.tensor  # uint32
-    byte: tl.tensor  # 0 is the least significant
-
-
 @triton.jit
 def stream_of(rng, batch, head):
     """The random numbers of a head; rng points to seed and offset, int64."""
@@ -43,7 +34,7 @@ def stream_of(rng, batch, head):
     batch = tl.cast(batch, tl.uint32)
     head = tl.cast(head, tl.uint32)
     a0, a1, a2, a3 = philox(batch, head, low(offset), high(offset), low(seed), high(seed), ROUNDS)
-    return Stream(a0, a1, a2, a3)
+    return Stream(a0, a1, a2=a2, a3=a3)
 
 
 @triton.jit
@@ -55,22 +46,15 @@ def keep_mask(stream, m_start, n_start, offs_m, offs_n, threshold):
     from the offsets, since the compiler knows these to the bit and so sees which pairs share a
     group.
     """
-    drawn = draw(stream, m_start, n_start, offs_m, offs_n)
-    byte = (drawn.bits >> (8 * drawn.byte).to(tl.uint32)) & 255
-    return byte >= tl.cast(threshold, tl.uint32)
-
-
-@triton.jit
-def draw(stream, m_start, n_start, offs_m, offs_n):
-    """The random word of each pair, and where in it the pair's byte is."""
     group_q = (query_group(m_start) + query_group(offs_m)).to(tl.uint32)
     group_k = (key_group(n_start) + key_group(offs_n)).to(tl.uint32)
-    w0, w1, w2, w3 = group_words(stream, group_q, group_k)
+    w0, w1, w2, w3 = group_words(stream, group_q, group_k=group_k)
     index = word_of(offs_n)
     if offs_n.shape[0] * offs_n.shape[1] < 32:  # a tile of a group's first keys, or its last
         index = word_of(n_start % 32 + offs_n)
     bits = tl.where(index < 2, tl.where(index == 0, w0, w1), tl.where(index == 2, w2, w3))
-    return Draw(bits, byte_of(offs_m, offs_n))
+    byte = (bits >> (8 * byte_of(offs_m, offs_n)).to(tl.uint32)) & 255  # 0 is the lowest
+    return byte >= tl.cast(threshold, tl.uint32)
 
 
 @triton.jit

@@ -18,7 +18,7 @@ def probabilities(s, minus_lse, seq, FEATURES: tl.constexpr):
     broadcasts over the tile. It is in base 2, and in natural units where scores are.
     """
     if FEATURES.BIAS or FEATURES.SCORE_MOD is not None:
-        return natural_probabilities(s, -minus_lse, 0.0)
+        return natural_probabilities(s, -minus_lse, rest=0.0)
     else:
         return tl.exp2(s * exp_scale(seq, FEATURES) + minus_lse)
 

@@ -29,9 +29,9 @@ def has_stop(left, has_ends, is_transposed):
 def columns_seen(q_idx, k_idx, seq, FEATURES: tl.constexpr, TRANSPOSED: tl.constexpr):
     """The keys that a query sees, or TRANSPOSED the queries that see a key: none past the end."""
     if FEATURES.ENDS:
-        return ends_seen(q_idx, k_idx, seq, TRANSPOSED)
+        return ends_seen(q_idx, k_idx, seq=seq, TRANSPOSED=TRANSPOSED)
     else:
-        return band_seen(q_idx, k_idx, seq, FEATURES, TRANSPOSED)
+        return band_seen(q_idx, k_idx, seq=seq, FEATURES=FEATURES, TRANSPOSED=TRANSPOSED)
 
 
 @triton.jit
@@ -58,11 +58,11 @@ def ends_seen(q_idx, k_idx, seq, TRANSPOSED: tl.constexpr):
     first_key, stop_key, first_query, stop_query = seq.modifiers.mask_tensors
     seqlen_k = seq.lengths.seqlen_k
     if TRANSPOSED:
-        interval = load_ends(k_idx, seq.batch, seq.head, (first_query, stop_query))
+        interval = load_ends(k_idx, seq.batch, head=seq.head, ends=(first_query, stop_query))
         first = tl.where(k_idx < seqlen_k, interval.first - seq.origin, LAST)
         return RowInterval(first, interval.stop - seq.origin)
     else:
-        interval = load_ends(q_idx, seq.batch, seq.head, (first_key, stop_key))
+        interval = load_ends(q_idx, seq.batch, head=seq.head, ends=(first_key, stop_key))
         stop = tl.minimum(interval.stop - seq.origin, seqlen_k)
         return RowInterval(interval.first - seq.origin, stop)
 
@@ -79,16 +79,16 @@ def apply_mask(s, q_idx, k_idx, seq, FEATURES: tl.constexpr):
     """Sets masked scores to -inf; q_idx and k_idx broadcast over the tile."""
     TRANSPOSED: tl.constexpr = k_idx.shape[1] == 1
     LEFT: tl.constexpr = FEATURES.LEFT
-    interval = columns_seen(q_idx, k_idx, seq, FEATURES, TRANSPOSED)
+    interval = columns_seen(q_idx, k_idx, seq=seq, FEATURES=FEATURES, TRANSPOSED=TRANSPOSED)
     column = q_idx if TRANSPOSED else k_idx
     keep = k_idx < seq.lengths.seqlen_k  # which the ends of a band know, too
-    if has_stop(LEFT, FEATURES.ENDS, TRANSPOSED):
+    if has_stop(LEFT, FEATURES.ENDS, is_transposed=TRANSPOSED):
         keep = column < interval.stop
-    if has_first(LEFT, FEATURES.RIGHT, FEATURES.ENDS, TRANSPOSED):
+    if has_first(LEFT, FEATURES.RIGHT, has_ends=FEATURES.ENDS, is_transposed=TRANSPOSED):
         is_late = column >= interval.first
         keep = keep & is_late if has_stop(LEFT, FEATURES.ENDS, TRANSPOSED) else is_late
     if FEATURES.MASK_MOD is not None:
-        keep = keep & function_allows(q_idx, k_idx, seq, FEATURES)
+        keep = keep & function_allows(q_idx, k_idx, seq=seq, FEATURES=FEATURES)
     return tl.where(keep, s, float("-inf"))
 
 
@@ -102,5 +102,5 @@ def seen_by_position(keep, q_idx, k_idx, seq, FEATURES: tl.constexpr):
     if FEATURES.RIGHT:
         keep = keep & (k_idx <= q_idx + seq.numbers.right)
     if FEATURES.MASK_MOD is not None:
-        keep = keep & function_allows(q_idx, k_idx, seq, FEATURES)
+        keep = keep & function_allows(q_idx, k_idx, seq=seq, FEATURES=FEATURES)
     return keep

@@ -94,7 +94,7 @@ def keep(
     costs a group's words: `keep_tile` is for rectangles.
     """
     q_idx, k_idx = q_idx.long(), k_idx.long()
-    stream = stream_of(rng, batch, head)
+    stream = stream_of(rng, batch, head=head)
     drawn = group_words(stream, query_group(q_idx), key_group(k_idx))
     index = word_of(k_idx)
     low = torch.where(index == 0, drawn[0], drawn[1])
@@ -122,10 +122,10 @@ def keep_tile(
     One group serves 16 pairs. Starts may be anywhere; multiples of 16 and 32 waste nothing.
     """
     batch, head = (x[..., None, None] if isinstance(x, Tensor) else x for x in (batch, head))
-    group_q = _groups(q_start, rows, _QUERIES, rng.device)[:, None]
-    group_k = _groups(k_start, columns, _KEYS, rng.device)
-    stream = stream_of(rng, batch, head)
-    drawn = torch.stack(group_words(stream, group_q, group_k), -1)
+    group_q = _groups(q_start, rows, side=_QUERIES, device=rng.device)[:, None]
+    group_k = _groups(k_start, columns, side=_KEYS, device=rng.device)
+    stream = stream_of(rng, batch, head=head)
+    drawn = torch.stack(group_words(stream, group_q, group_k=group_k), -1)
     is_kept = drawn.to(torch.int32).view(torch.uint8) >= threshold  # the lowest byte first
     # q // 16, q % 8, k // 32, k % 8 // 2, k // 8 % 4, q // 8 % 2, and both k % 2 in one int16
     is_kept = is_kept.view(*is_kept.shape[:-3], -1, 8, group_k.numel() // 4, 4, 4, 2, 2)

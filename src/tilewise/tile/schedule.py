@@ -24,7 +24,7 @@ def find_query_tile(tile, lane, sizes, optionals, FEATURES: tl.constexpr, BLOCK_
         )
         return of.m_block, of.head, of.batch
     else:
-        return query_tile(tile, sizes, FEATURES, BLOCK_M)
+        return query_tile(tile, sizes, FEATURES=FEATURES, BLOCK_M=BLOCK_M)
 
 
 @triton.jit
@@ -36,7 +36,7 @@ def find_key_tile(tile, lane, sizes, optionals, FEATURES: tl.constexpr, BLOCK_N:
         of = varlen_tile(tile, Hint(0, 0), lane, starts, total, packed, nheads_k, BLOCK_N)
         return of.m_block, of.head, of.batch
     else:
-        return key_tile(tile, sizes, FEATURES, BLOCK_N)
+        return key_tile(tile, sizes, FEATURES=FEATURES, BLOCK_N=BLOCK_N)
 
 
 @triton.jit
@@ -58,7 +58,7 @@ def query_tile_in_group(tile, queue, seqlen_q, BLOCK_M: tl.constexpr):
     group the longest tiles come first.
     """
     m_blocks = tl.cdiv(seqlen_q, BLOCK_M)
-    rank, head, batch = _in_group(tile, queue, m_blocks)
+    rank, head, batch = _in_group(tile, queue, blocks=m_blocks)
     return m_blocks - 1 - rank, head, batch
 
 
@@ -79,7 +79,7 @@ def key_tile_in_group(tile, queue, seqlen_k, BLOCK_N: tl.constexpr):
     """Tile number -> (n_block, head_k, batch): the same for tiles of keys, of which the first are
     the longest.
     """
-    return _in_group(tile, queue, tl.cdiv(seqlen_k, BLOCK_N))
+    return _in_group(tile, queue, blocks=tl.cdiv(seqlen_k, BLOCK_N))
 
 
 @triton.jit
@@ -87,7 +87,7 @@ def _in_group(tile, queue, blocks):
     """Tile number -> (which of its head's blocks, head, batch), the heads of a group
     interleaved.
     """
-    rank, head = interleave_heads(tile, blocks, queue.heads, queue.l2_group)
+    rank, head = interleave_heads(tile, blocks, heads=queue.heads, width=queue.l2_group)
     return rank, head % queue.nheads, head // queue.nheads
 
 

@@ -62,9 +62,9 @@ def exp_scale(seq, FEATURES: tl.constexpr):
 @triton.jit
 def score(qk, q_idx, k_idx, seq, FEATURES: tl.constexpr):
     """Scores of a tile; q_idx and k_idx are shaped to broadcast over it."""
-    scored = score_without_bias(qk, q_idx, k_idx, seq, FEATURES)
+    scored = score_without_bias(qk, q_idx, k_idx=k_idx, seq=seq, FEATURES=FEATURES)
     if FEATURES.BIAS:
-        return Score(scored.s + load_bias(q_idx, k_idx, seq), scored.derivative)
+        return Score(scored.s + load_bias(q_idx, k_idx, seq=seq), scored.derivative)
     else:
         return scored
 
@@ -72,7 +72,7 @@ def score(qk, q_idx, k_idx, seq, FEATURES: tl.constexpr):
 @triton.jit
 def score_without_bias(qk, q_idx, k_idx, seq, FEATURES: tl.constexpr):
     """Scores of a tile, for a kernel that reads the bias in its own way."""
-    scored = scaled(qk, seq, FEATURES)
+    scored = scaled(qk, seq, FEATURES=FEATURES)
     s, derivative = scored.s, scored.derivative
     slope = seq.slope_log2
     if FEATURES.BIAS or FEATURES.SCORE_MOD is not None:

@@ -41,8 +41,8 @@ def rows_of(starts, this, following, total):
     """Where a packed sequence begins and how many rows it has, of `total`, whatever its start and
     the following one's are.
     """
-    first = clamp(tl.load(starts + this), 0, total)
-    return first, clamp(tl.load(starts + following), first, total) - first
+    first = clamp(tl.load(starts + this), 0, high=total)
+    return first, clamp(tl.load(starts + following), first, high=total) - first
 
 
 @triton.jit
@@ -58,14 +58,14 @@ def lengths_in(offsets, batch, optionals, FEATURES: tl.constexpr):
     """The sequence's true lengths and diagonal, given its offsets."""
     seqlen_q = offsets.seqlen_q
     if FEATURES.SEQUSED_Q:
-        seqlen_q = clamp(tl.load(optionals.seqused_q + batch), 0, seqlen_q)
+        seqlen_q = clamp(tl.load(optionals.seqused_q + batch), 0, high=seqlen_q)
     seqlen_k = offsets.seqlen_k
     if FEATURES.SEQUSED_K:
-        seqlen_k = clamp(tl.load(optionals.seqused_k + batch), 0, seqlen_k)
+        seqlen_k = clamp(tl.load(optionals.seqused_k + batch), 0, high=seqlen_k)
     diagonal = seqlen_k - seqlen_q
     if FEATURES.TOP_LEFT:
         diagonal = 0
-    return Lengths(seqlen_q, seqlen_k, diagonal)
+    return Lengths(seqlen_q, seqlen_k, diagonal=diagonal)
 
 
 @triton.jit
@@ -92,9 +92,9 @@ def modifiers_of(optionals):
 @triton.jit
 def sequence_of(batch, head, sizes, optionals, modifiers, numbers, FEATURES: tl.constexpr):
     """All that the scores and masks of one head depend on."""
-    lengths = lengths_of(batch, sizes, optionals, FEATURES)
-    slope = load_slope(optionals, batch, head, FEATURES)
+    lengths = lengths_of(batch, sizes, optionals=optionals, FEATURES=FEATURES)
+    slope = load_slope(optionals, batch, head=head, FEATURES=FEATURES)
     drawn = 0
     if FEATURES.DROPOUT:
-        drawn = stream_of(optionals.dropout_rng, batch, head)
+        drawn = stream_of(optionals.dropout_rng, batch, head=head)
     return Sequence(lengths, slope, numbers, batch, head, modifiers, drawn)

@@ -25,13 +25,6 @@ class SoftmaxStep(NamedTuple):
     alpha: tl.tensor
 
 
-class Exponentials(NamedTuple):
-    """2^(s - m) of a block, and 2^(m_before - m), the factor for everything accumulated before."""
-
-    p: tl.tensor
-    alpha: tl.tensor
-
-
 class Finished(NamedTuple):
     """What a row's accumulator is multiplied by, and its natural log-sum-exp."""
 
@@ -42,9 +35,9 @@ class Finished(NamedTuple):
 @triton.jit
 def online_step(s, m_i, l_i, exp_scale, MASKED: tl.constexpr):
     """One block of scores (rows x keys) into the running maximum and sum."""
-    m_new = running_max(s, m_i, exp_scale)
-    p, alpha = exponentials(s, m_i, m_new, exp_scale, MASKED)
-    return SoftmaxStep(p, m_new, l_i * alpha + tl.sum(p, 1), alpha)
+    m_new = running_max(s, m_i, exp_scale=exp_scale)
+    p, alpha = exponentials(s, m_i, m_new=m_new, exp_scale=exp_scale, MASKED=MASKED)
+    return SoftmaxStep(p, m_new, l_i=l_i * alpha + tl.sum(p, 1), alpha=alpha)
 
 
 @triton.jit
@@ -56,7 +49,7 @@ def natural_step(s, m_i, l_i):
     m_new = tl.maximum(m_i, tl.max(s, 1))
     m_ref = tl.where(m_new == float("-inf"), 0.0, m_new)
     p, alpha = tl.exp2((s - m_ref[:, None]) * LOG2_E), tl.exp2((m_i - m_ref) * LOG2_E)
-    return SoftmaxStep(p, m_new, l_i * alpha + tl.sum(p, 1), alpha)
+    return SoftmaxStep(p, m_new, l_i=l_i * alpha + tl.sum(p, 1), alpha=alpha)
 
 
 @triton.jit
@@ -67,11 +60,11 @@ def running_max(s, m_i, exp_scale):
 
 @triton.jit
 def exponentials(s, m_i, m_new, exp_scale, MASKED: tl.constexpr):
-    """The rest of the step, which needs the maximum."""
+    """2^(s - m) of a block, and 2^(m_i - m), the factor for everything accumulated before."""
     m_ref = m_new
     if MASKED:  # a row with nothing but masked scores so far
         m_ref = tl.where(m_new == float("-inf"), 0.0, m_new)
-    return Exponentials(tl.exp2(s * exp_scale - m_ref[:, None]), tl.exp2(m_i - m_ref))
+    return tl.exp2(s * exp_scale - m_ref[:, None]), tl.exp2(m_i - m_ref)
 
 
 @triton.jit

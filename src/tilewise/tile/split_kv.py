@@ -59,7 +59,7 @@ def fold(left: State, right: State) -> State:
     shift = m_i.clamp_min(torch.finfo(m_i.dtype).min)  # -inf: neither has seen a key
     alpha, beta = torch.exp(left.m_i - shift), torch.exp(right.m_i - shift)
     l_i = left.l_i * alpha + right.l_i * beta
-    return State(m_i, l_i, left.acc_o * alpha + right.acc_o * beta)
+    return State(m_i, l_i, acc_o=left.acc_o * alpha + right.acc_o * beta)
 
 
 def finish(state: State, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -123,11 +123,11 @@ def lengths_at(batch, call, FEATURES: tl.constexpr):
     first_q, seqlen_q = batch * 0, call.sizes.seqlen_q + batch * 0
     if FEATURES.PACKED:
         first_q, seqlen_q = rows_of(
-            call.optionals.cu_seqlens_q, batch, batch + 1, call.sizes.seqlen_q
+            call.optionals.cu_seqlens_q, batch, following=batch + 1, total=call.sizes.seqlen_q
         )
     seqlen_k = call.sizes.seqlen_k + batch * 0
     if FEATURES.SEQUSED_K:
-        seqlen_k = clamp(tl.load(call.optionals.seqused_k + batch), 0, call.sizes.seqlen_k)
+        seqlen_k = clamp(tl.load(call.optionals.seqused_k + batch), 0, high=call.sizes.seqlen_k)
     return first_q, seqlen_q, seqlen_k
 
 
@@ -135,7 +135,7 @@ def lengths_at(batch, call, FEATURES: tl.constexpr):
 def sequence_at(batch, call, FEATURES: tl.constexpr):
     """Sequences; of none past the last any queries."""
     of = tl.minimum(batch, call.sizes.batch - 1)
-    first_q, seqlen_q, seqlen_k = lengths_at(of, call, FEATURES)
+    first_q, seqlen_q, seqlen_k = lengths_at(of, call, FEATURES=FEATURES)
     numbers, split_size = call.numbers, call.sizes.split_size
     first = seqlen_k - seqlen_q
     keys = keys_seen(first, seqlen_k - 1, seqlen_k, numbers, split_size, FEATURES)
@@ -150,7 +150,7 @@ def share_of(lane, programs, call, FEATURES: tl.constexpr, TOKENS: tl.constexpr)
     """
     total, queries, first = programs * 0, programs * 0, programs * 0
     while first < call.sizes.batch:
-        of = sequence_at(first + lane, call, FEATURES)
+        of = sequence_at(first + lane, call, FEATURES=FEATURES)
         total += tl.sum(tl.cdiv(of.seqlen_q, TOKENS) * of.pieces, 0)
         # 32-bit sums, which the whole warp has at once; none may overflow
         few = tl.minimum(of.seqlen_q, MOST) * tl.minimum(of.pieces, MOST)
@@ -169,7 +169,7 @@ def divide_equally(pieces, share):
     """
     most = tl.where(pieces <= share.pieces, share.pieces, tl.minimum(share.pieces, LONGEST_PART))
     parts = tl.maximum(tl.cdiv(pieces, most), 1)
-    return Division(tl.maximum(tl.cdiv(pieces, parts), 1), parts, parts)
+    return Division(tl.maximum(tl.cdiv(pieces, parts), 1), parts, parts=parts)
 
 
 @triton.jit
@@ -237,19 +237,19 @@ def find_sequence(
     # The sums before a group are no variables of the loop: see `varlen.varlen_tile`
     while (after <= number) & (first + GROUP < call.sizes.batch):
         first += GROUP
-        of = sequence_at(first + lane, call, FEATURES)
+        of = sequence_at(first + lane, call, FEATURES=FEATURES)
         tiles = tl.cdiv(of.seqlen_q, TOKENS) * call.sizes.nheads
         if EQUALLY:
             division = divide_equally(of.pieces, share)
         else:
             pieces = tiles * of.pieces
             before = pieces_after + tl.cumsum(pieces, 0) - pieces
-            division = divide(of.pieces, tiles, before, share)
+            division = divide(of.pieces, tiles, before=before, share=share)
             pieces_after += tl.sum(pieces, 0)
         parts = division.parts
         times = parts
         if IS_FOLD:
-            slices = slices_of(of.seqlen_q, FEATURES, ROWS, BLOCK_DV)
+            slices = slices_of(of.seqlen_q, FEATURES, ROWS=ROWS, BLOCK_DV=BLOCK_DV)
             has_slices = is_sliced(of.pieces, parts, of.seqlen_q, FEATURES, ROWS)
             times = tl.where(has_slices, slices, 0)
         works = tiles * times
@@ -270,11 +270,11 @@ def find_sequence(
     return Found(
         number < after,
         tl.minimum(first + place, call.sizes.batch - 1),
-        sequence_in(of, lane, place, call, FEATURES),
-        division_in(division, lane, place),
+        sequence_in(of, lane, place=place, call=call, FEATURES=FEATURES),
+        division_in(division, lane, place=place),
         number - start,
         rows_before + of_passed,
-        Hint(first, before, rows_before, pieces_before),
+        Hint(first, before, rows=rows_before, pieces=pieces_before),
         after,
     )
 
@@ -303,9 +303,9 @@ def sequence_in(of, lane, place, call, FEATURES: tl.constexpr):
     return SplitSequence(
         first_q,
         seqlen_q,
-        tl.sum(tl.where(is_here, of.seqlen_k, 0), 0),
-        tl.sum(tl.where(is_here, of.piece, 0), 0),
-        tl.sum(tl.where(is_here, of.pieces, 0), 0),
+        seqlen_k=tl.sum(tl.where(is_here, of.seqlen_k, 0), 0),
+        piece=tl.sum(tl.where(is_here, of.piece, 0), 0),
+        pieces=tl.sum(tl.where(is_here, of.pieces, 0), 0),
     )
 
 
@@ -315,12 +315,12 @@ def streams_of(
 ):
     """The parts of all sequences, from the first on."""
     zero = share.pieces * 0
-    none, end = Hint(zero, zero, zero, zero), zero + LAST
+    none, end = Hint(zero, zero, rows=zero, pieces=zero), zero + LAST
     longs = find_sequence(end, none, lane, share, call, False, True, FEATURES, ROWS, BLOCK_DV, True)
     shorts = find_sequence(
         end, none, lane, share, call, False, True, FEATURES, ROWS, BLOCK_DV, False
     )
-    return Streams(none, none, longs.stop, shorts.stop)
+    return Streams(none, none, longs=longs.stop, shorts=shorts.stop)
 
 
 @triton.jit
@@ -362,4 +362,4 @@ def find_alternating(
         part.is_work, part.batch, part.sequence, part.division, part.within, part.rows,
         part.hint, stop,
     )  # fmt: skip
-    return part, Streams(long, short, streams.longs, streams.shorts)
+    return part, Streams(long, short, longs=streams.longs, shorts=streams.shorts)

@@ -33,7 +33,7 @@ def fold(left, right):
     alpha, beta = tl.exp2(left.m_i - m_ref), tl.exp2(right.m_i - m_ref)
     l_i = left.l_i * alpha + right.l_i * beta
     acc_o = left.acc_o * alpha[:, None] + right.acc_o * beta[:, None]
-    return SplitState(acc_o, m_i, l_i)
+    return SplitState(acc_o, m_i, l_i=l_i)
 
 
 @triton.jit
@@ -46,7 +46,7 @@ def keys_seen(q_first, q_last, seqlen_k, numbers, split_size, FEATURES: tl.const
         last = tl.minimum(q_last + numbers.right + 1, seqlen_k)
     last = tl.maximum(last, first)
     stop = tl.where(first < last, tl.cdiv(last, split_size), first // split_size)
-    return SeenKeys(first, last, first // split_size, stop)
+    return SeenKeys(first, last, piece=first // split_size, stop=stop)
 
 
 @triton.jit

@@ -91,7 +91,7 @@ def varlen_tile(
     before = after - tl.sum(blocks, 0) * times
 
     ends = before + tl.cumsum(blocks, 0) * times  # the tiles up to and with each sequence
-    after = tl.minimum(after, most_tiles(total, batch_size, times, BLOCK))
+    after = tl.minimum(after, most_tiles(total, batch_size, times=times, BLOCK=BLOCK))
     is_tile = tile < after
     is_passed = ends <= tile
     place = tl.sum(is_passed.to(tl.int32), 0)
@@ -106,7 +106,7 @@ def varlen_tile(
         head = within // NUM_SPLITS // m_blocks
     else:
         width = tl.where(m_blocks >= INTERLEAVE_FROM, tl.maximum(l2_group // m_blocks, 1), 1)
-        m_block, head = interleave_heads(within // NUM_SPLITS, m_blocks, nheads, width)
+        m_block, head = interleave_heads(within // NUM_SPLITS, m_blocks, heads=nheads, width=width)
     if LONGEST_FIRST:
         m_block = m_blocks - 1 - m_block
     batch = tl.where(is_tile, first + place, batch_size)
@@ -127,8 +127,8 @@ def interleave_heads(tile, blocks, heads, width):
 def blocks_of(batch, cu_seqlens, total, batch_size, BLOCK: tl.constexpr):
     """How many blocks each of these sequences has; 0 past the last sequence."""
     this, following = tl.minimum(batch, batch_size), tl.minimum(batch + 1, batch_size)
-    first, rows = rows_of(cu_seqlens, this, following, total)
-    rows = with_tail(rows, first, batch, batch_size, total)
+    first, rows = rows_of(cu_seqlens, this, following=following, total=total)
+    rows = with_tail(rows, first, batch=batch, sequences=batch_size, total=total)
     return tl.where(batch < batch_size, tl.cdiv(rows, BLOCK), 0)
 
 

@@ -40,9 +40,9 @@ def make_biases(dtype: gl.constexpr, TILE: gl.constexpr):
     """Allocates the bias of a block for each of two warpgroups, where TMA loads it."""
     if TILE.BIAS_COPIED:
         N: gl.constexpr = TILE.BLOCK_N
-        layout: gl.constexpr = shared(64, N, dtype)
-        first = make_ring(dtype, [64, N], layout, 1, 1, 128)
-        return first, make_ring(dtype, [64, N], layout, 1, 1, 128)
+        layout: gl.constexpr = shared(64, N, dtype=dtype)
+        first = make_ring(dtype, [64, N], layout=layout, STAGES=1, PRODUCERS=1, CONSUMERS=128)
+        return first, make_ring(dtype, [64, N], layout=layout, STAGES=1, PRODUCERS=1, CONSUMERS=128)
     else:
         return 0
 

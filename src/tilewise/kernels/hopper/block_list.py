@@ -16,12 +16,12 @@ from ...tile.types import BlockRange
 @gluon.jit
 def visited(m_start, seq, FEATURES: gl.constexpr, TILE: gl.constexpr):
     """The key blocks that queries from m_start on visit, or their places on the lists."""
-    blocks = key_blocks(m_start, seq, FEATURES, TILE)
+    blocks = key_blocks(m_start, seq, FEATURES=FEATURES, TILE=TILE)
     if FEATURES.MASK_M > 0:
         SPLIT: gl.constexpr = FEATURES.MASK_N // TILE.BLOCK_N
         partial = count_partial(blocks, SPLIT)
         listed = partial + count_full(blocks, SPLIT)
-        return BlockRange(0, partial, listed, listed)
+        return BlockRange(0, partial, full_stop=listed, stop=listed)
     else:
         return blocks
 
@@ -30,7 +30,7 @@ def visited(m_start, seq, FEATURES: gl.constexpr, TILE: gl.constexpr):
 def listed_block(work, i, lists, FEATURES: gl.constexpr, TILE: gl.constexpr):
     """The key block at place i; 0 past the last place, where a fully masked tile is."""
     SPLIT: gl.constexpr = FEATURES.MASK_N // TILE.BLOCK_N
-    row = list_row(lists, work.batch, work.head, work.start // FEATURES.MASK_M)
+    row = list_row(lists, work.batch, head=work.head, row=work.start // FEATURES.MASK_M)
     place = i // SPLIT
     full_place = place - work.full_first // SPLIT
     is_partial = i < work.full_first

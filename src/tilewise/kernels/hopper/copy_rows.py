@@ -52,15 +52,15 @@ def copy_rows_kernel(
     """One block of rows of one of the tensors, of which there may be fewer."""
     program = tl.program_id(0)
     if program < first.programs:
-        copy_block(first, program, FIRST)
+        copy_block(first, program, COPY=FIRST)
     if SECOND is not None:
         program -= first.programs
         if (program >= 0) & (program < second.programs):
-            copy_block(second, program, SECOND)
+            copy_block(second, program, COPY=SECOND)
     if THIRD is not None:
         program -= second.programs
         if program >= 0:
-            copy_block(third, program, THIRD)
+            copy_block(third, program, COPY=THIRD)
 
 
 @triton.jit
@@ -69,8 +69,8 @@ def copy_block(copied, block, COPY: tl.constexpr):
     source, target, rows, seqlen, nheads, _ = copied
     row = block * COPY.ROWS + tl.arange(0, COPY.ROWS)
     column = tl.arange(0, COPY.BLOCK_D)[None, :]
-    source_offset = place_of_rows(source, row, seqlen, nheads) * COPY.FROM_UNIT
-    target_offset = place_of_rows(target, row, seqlen, nheads) * COPY.TO_UNIT
+    source_offset = place_of_rows(source, row, seqlen=seqlen, nheads=nheads) * COPY.FROM_UNIT
+    target_offset = place_of_rows(target, row, seqlen=seqlen, nheads=nheads) * COPY.TO_UNIT
     exists = (row < rows)[:, None]
     is_read, is_written = exists & (column < COPY.HEADDIM), exists & (column < COPY.WIDTH)
     x = tl.load(source.ptr + (source_offset[:, None] + column), mask=is_read, other=0.0)
@@ -92,7 +92,7 @@ def copy_rows(*copies: tuple[torch.Tensor, torch.Tensor, int]) -> None:
     """Copies up to three (batch, seqlen, nheads, headdim) tensors into others, whose memory holds
     so many columns a row.
     """
-    filled = [of_copy(x, target, width) for x, target, width in copies if x.numel() > 0]
+    filled = [of_copy(x, target, width=width) for x, target, width in copies if x.numel() > 0]
     if not filled:
         return
     programs, device = sum(copied.programs for copied, _ in filled), copies[0][0].device
@@ -127,7 +127,7 @@ def of_copy(source: torch.Tensor, target: torch.Tensor, width: int) -> tuple[Cop
 def in_units(x: torch.Tensor, unit: int) -> Strided:
     """A tensor as the kernel takes it."""
     batch, row, head = (stride // unit for stride in x.stride()[:3])
-    return Strided(x, batch, row, head)
+    return Strided(x, batch, row=row, head=head)
 
 
 def unit_of(x: torch.Tensor) -> int:

@@ -143,7 +143,7 @@ def of_backward(
     """
     tensors = q, dout, k, v, stats, dk, dv, *(x.transpose(1, 2) for x in of_pairs)
     described = [
-        in_blocks(x, block, layout)
+        in_blocks(x, block, layout=layout)
         for x, block, layout in zip(tensors, plan.blocks, plan.layouts)
         if x is not stats
     ]

@@ -47,22 +47,22 @@ def hide(s, q_idx, k_idx, seq, FEATURES: gl.constexpr):
     JOINED: gl.constexpr = FUNCTION and not (FEATURES.LEFT or FEATURES.RIGHT)
     LEFT: gl.constexpr = FEATURES.LEFT
     FIRST: gl.constexpr = has_first(LEFT, FEATURES.RIGHT, FEATURES.ENDS, TRANSPOSED)
-    STOP: gl.constexpr = has_stop(LEFT, FEATURES.ENDS, TRANSPOSED) and not JOINED
-    interval = columns_seen(q_idx, k_idx, seq, FEATURES, TRANSPOSED)
+    STOP: gl.constexpr = has_stop(LEFT, FEATURES.ENDS, is_transposed=TRANSPOSED) and not JOINED
+    interval = columns_seen(q_idx, k_idx, seq=seq, FEATURES=FEATURES, TRANSPOSED=TRANSPOSED)
     operands = (s, q_idx if TRANSPOSED else k_idx)
     if FIRST:
         operands = operands + (interval.first,)
     if STOP:
         operands = operands + (interval.stop,)
     if FUNCTION:
-        is_seen = function_allows(q_idx, k_idx, seq, FEATURES)
+        is_seen = function_allows(q_idx, k_idx, seq=seq, FEATURES=FEATURES)
         if JOINED:
             is_seen = is_seen & (k_idx < seq.lengths.seqlen_k)
         operands = operands + (is_seen.to(gl.int32),)
     if len(operands) == 2:
-        return apply_mask(s, q_idx, k_idx, seq, FEATURES)
+        return apply_mask(s, q_idx, k_idx=k_idx, seq=seq, FEATURES=FEATURES)
     return gl.inline_asm_elementwise(
-        selection(FIRST, STOP, FUNCTION),
+        selection(FIRST, STOP, has_function=FUNCTION),
         registers(FIRST, STOP, FUNCTION),
         operands,
         dtype=gl.float32,

@@ -21,7 +21,7 @@ def accumulator(columns):
 @gluon.constexpr_function
 def transposed_accumulator(rows, columns):
     """A (rows, columns) fp32 tile whose transpose wgmma left: columns lie over lanes and warps."""
-    registers = [[1, 0], [0, 8], *doublings(8, rows, 0), *doublings(64, columns, 1)]
+    registers = [[1, 0], [0, 8], *doublings(8, rows, dim=0), *doublings(64, columns, dim=1)]
     lanes = [[2, 0], [4, 0], [0, 1], [0, 2], [0, 4]]
     over_warps = [[0, 16], [0, 32]]
     return gl.DistributedLinearLayout(registers, lanes, over_warps, [], [rows, columns])
@@ -32,7 +32,7 @@ def numbers_of_warps(rows):
     """(rows, 4), one number for each row and warp: a thread has all of the rows that it has in a
     transposed accumulator.
     """
-    registers = [[1, 0], *doublings(8, rows, 0), [0, 1], [0, 2]]
+    registers = [[1, 0], *doublings(8, rows, dim=0), [0, 1], [0, 2]]
     lanes = [[2, 0], [4, 0], [0, 0], [0, 0], [0, 0]]
     return gl.DistributedLinearLayout(registers, lanes, [[0, 0], [0, 0]], [], [rows, 4])
 

@@ -59,7 +59,7 @@ def make_ring(
     """
     buffers = gl.allocate_shared_memory(dtype, [STAGES * GROUPS] + shape, layout)
     full = make_barrier(STAGES + MORE, PRODUCERS)
-    return Ring(buffers, full, make_barrier(STAGES, CONSUMERS))
+    return Ring(buffers, full, empty=make_barrier(STAGES, CONSUMERS))
 
 
 @gluon.jit

@@ -109,7 +109,7 @@ def in_exponent(m_before, m_i, scale, FEATURES: gl.constexpr):
         factor = factor_of(m_i, scale)
         return Exponent(product(m_before, factor), product(m_i, factor), factor[:, None])
     else:
-        return Exponent(m_before, m_i, scale)
+        return Exponent(m_before, m_i, factor=scale)
 
 
 @gluon.jit
@@ -176,7 +176,7 @@ def exponentials_in(
     """2^(s - m) in the quarters FIRST to STOP of a block's columns; the others stay scores."""
     n: gl.constexpr = s.shape[1] // 2
     return gl.inline_asm_elementwise(
-        exponentials_of(n, FIRST, STOP, PINNED, BY_ROW),
+        exponentials_of(n, FIRST, stop=STOP, is_pinned=PINNED, by_row=BY_ROW),
         in_place(n, "ff"),
         [s, finite_max(m_i)[:, None], scale],
         dtype=gl.float32,

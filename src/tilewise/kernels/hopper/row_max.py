@@ -85,7 +85,7 @@ def running_max_of(s, m_i, scale, by_integers):
     scale is positive.
     """
     if by_integers is None:
-        return running_max(s, m_i, scale)
+        return running_max(s, m_i, exp_scale=scale)
     else:
         n: gl.constexpr = s.shape[1] // 4
         # A thread holds columns 8 i + 2 t and 8 i + 2 t + 1

@@ -43,8 +43,8 @@ def counter(device: torch.device, index: int, stream: int) -> Tensor:
     key = index, stream
     if key not in _counters:  # those of torch's streams alone are in it
         if is_external(index, stream):
-            return _zeros_of_launch(1, device, key)
-        _counters[key] = kept_zeros(1, device, index)
+            return _zeros_of_launch(1, device, key=key)
+        _counters[key] = kept_zeros(1, device, index=index)
         _captured.reserve(device, index)
     return _counters[key]
 
@@ -63,8 +63,8 @@ def counters_of(device: torch.device, count: int) -> Tensor:
     key = index, stream
     if key not in _many or _many[key].numel() < count:
         if is_external(index, stream):
-            return _zeros_of_launch(count, device, key)
-        _many[key] = kept_zeros(max(2 * count, 4096), device, index)
+            return _zeros_of_launch(count, device, key=key)
+        _many[key] = kept_zeros(max(2 * count, 4096), device, index=index)
         _captured.reserve(device, index)
     return _many[key]
 
@@ -105,7 +105,7 @@ class Captured:
     def reserve(self, device: torch.device, index: int) -> None:
         """Zeros, outside of captures, for those that follow."""
         if index not in self.zeros or self.zeros[index].numel() < RESERVED // 2:
-            self.zeros[index] = kept_zeros(RESERVED, device, index)
+            self.zeros[index] = kept_zeros(RESERVED, device, index=index)
 
     def counters(self, device: torch.device, index: int, stream: int, count: int) -> Tensor:
         """At least `count` of the capture that the stream is in."""

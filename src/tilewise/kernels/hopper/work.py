@@ -55,9 +55,9 @@ def open_tile(tile, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
     """The work tile of a tile number. It has at least one key block, which may be fully masked."""
     m_block, head, batch = query_tile_in_group(tile, call.queue, call.sizes.seqlen_q, TILE.BLOCK_M)
     m_start = m_block * TILE.BLOCK_M
-    lengths = lengths_of(batch, call.sizes, call.optionals, FEATURES)
+    lengths = lengths_of(batch, call.sizes, optionals=call.optionals, FEATURES=FEATURES)
     seq = Sequence(lengths, 0.0, call.numbers, batch, head, call.modifiers)
-    blocks = visited(m_start, seq, FEATURES, TILE)
+    blocks = visited(m_start, seq, FEATURES=FEATURES, TILE=TILE)
     last = gl.maximum(blocks.stop - 1, blocks.first)
     full_first, full_stop = blocks.full_first, blocks.full_stop
     return Work(m_start, head, batch, last, blocks.first, full_first, full_stop, blocks.first)
@@ -85,7 +85,7 @@ def key_block(work, i, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
     seen first, it would leave to all others probabilities below the smallest of e4m3.
     """
     if FEATURES.MASK_M > 0:
-        return listed_block(work, i, call.modifiers.by_queries, FEATURES, TILE)
+        return listed_block(work, i, lists=call.modifiers.by_queries, FEATURES=FEATURES, TILE=TILE)
     elif FEATURES.RIGHT and not TILE.FP8:
         return work.first + i
     else:

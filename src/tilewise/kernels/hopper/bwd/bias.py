@@ -35,7 +35,7 @@ def make_bias(dtype: gl.constexpr, TILE: gl.constexpr):
     """Allocates the bias of a block, where TMA loads it."""
     if TILE.BIAS_COPIED:
         M: gl.constexpr = TILE.BLOCK_M
-        halves = gl.allocate_shared_memory(dtype, [2, M, 64], shared(M, 64, dtype))
+        halves = gl.allocate_shared_memory(dtype, [2, M, 64], shared(M, 64, dtype=dtype))
         return BiasTile(halves, make_barrier(1, 1))
     else:
         return 0
@@ -76,7 +76,7 @@ def read_bias(tile, WG: gl.constexpr, step, TILE: gl.constexpr):
 def score_with(qk, bias, q_idx, k_idx, seq, FEATURES: gl.constexpr, TILE: gl.constexpr):
     """Scores of a tile; its bias is given where it was copied."""
     if TILE.BIAS_COPIED:
-        scored = score_without_bias(qk, q_idx, k_idx, seq, FEATURES)
+        scored = score_without_bias(qk, q_idx, k_idx=k_idx, seq=seq, FEATURES=FEATURES)
         return Score(scored.s + widened(bias), scored.derivative)
     else:
-        return score(qk, q_idx, k_idx, seq, FEATURES)
+        return score(qk, q_idx, k_idx=k_idx, seq=seq, FEATURES=FEATURES)

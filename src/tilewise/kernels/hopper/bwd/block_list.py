@@ -18,7 +18,7 @@ def listed_blocks(
     full block at the end, too.
     """
     lists = modifiers.by_keys
-    seq = Sequence(0, 0.0, call.numbers, batch, head, modifiers)
+    seq = Sequence(0, 0.0, numbers=call.numbers, batch=batch, head=head, modifiers=modifiers)
     row = n_start // FEATURES.MASK_N
     blocks = gl.cdiv(call.sizes.seqlen_q, FEATURES.MASK_M)
     return blocks_listed(lists, seq, row, call.sizes.seqlen_q, blocks, blocks)
@@ -34,7 +34,7 @@ def listed_work(
     for member in range(FEATURES.GROUP):
         query_head = head * FEATURES.GROUP + member
         listed = listed_blocks(n_start, batch, query_head, modifiers, call, FEATURES, TILE)
-        count += count_listed(listed, FEATURES, TILE)
+        count += count_listed(listed, FEATURES, TILE=TILE)
     # The lists do not account for `seqused_k`
     count = gl.where(n_start < lengths.seqlen_k, count, 0)
     return Work(n_start, head, batch, count - 1, 0, 0, 0, 0)
@@ -53,7 +53,7 @@ def listed_block(listed, i, FEATURES: gl.constexpr, TILE: gl.constexpr):
     SPLIT: gl.constexpr = FEATURES.MASK_M // TILE.BLOCK_M
     partial = count_partial(listed, SPLIT)
     if i < partial:
-        m_block = partial_block(listed, i, SPLIT)
+        m_block = partial_block(listed, i, SPLIT=SPLIT)
     else:
-        m_block = full_block(listed, i - partial, SPLIT)
+        m_block = full_block(listed, i - partial, SPLIT=SPLIT)
     return m_block, i < partial

@@ -48,7 +48,7 @@ def write_metadata(metadata, state, work, block, needs_mask, call, FEATURES: gl.
     message = gl.where(index == 0, block.head, block.m_block)
     message = gl.where(index == 2, needs_mask.to(gl.int32), message)
     if FEATURES.DROPOUT:
-        stream = stream_of(call.optionals.dropout_rng, work.batch, block.head)
+        stream = stream_of(call.optionals.dropout_rng, work.batch, head=block.head)
         for i in gl.static_range(4):
             message = gl.where(index == 4 + i, stream[i].to(gl.int32, bitcast=True), message)
     # Phases alternate, so this is the step modulo four
@@ -84,7 +84,7 @@ def block_behind(block, metadata, step, work, FEATURES: gl.constexpr, TILE: gl.c
     if TILE.HAS_METADATA:
         return read_metadata(metadata, step - 1)
     else:
-        return block_before(block, work, FEATURES)
+        return block_before(block, work, FEATURES=FEATURES)
 
 
 @gluon.jit

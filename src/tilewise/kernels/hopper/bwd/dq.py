@@ -23,15 +23,15 @@ def hopper_bwd_dq_kernel(
     if FEATURES.PACKED:
         if batch >= sizes.packed:
             return
-        offsets = offsets_of(batch, sizes, optionals, FEATURES)
+        offsets = offsets_of(batch, sizes, optionals=optionals, FEATURES=FEATURES)
         dq, seqlen_q = from_row(dq, offsets.first_q), offsets.rows_q
-        block = head.to(tl.int64) * (padded_row(sizes.seqlen_q, sizes.packed, ROWS) // ROWS)
-        block += padded_row(offsets.first_q, batch, ROWS) // ROWS
+        block = head.to(tl.int64) * (padded_row(sizes.seqlen_q, sizes.packed, ROWS=ROWS) // ROWS)
+        block += padded_row(offsets.first_q, batch, ROWS=ROWS) // ROWS
         batch = offsets.batch
     else:
         block *= tl.cdiv(seqlen_q, ROWS)
     tile = accumulated + (block + m_block) * (ROWS * BLOCK_D)
-    x = in_rows(tl.load(tile + tl.arange(0, ROWS * BLOCK_D)), ROWS, BLOCK_D) * numbers.scale
+    x = in_rows(tl.load(tile + tl.arange(0, ROWS * BLOCK_D)), ROWS, BLOCK_D=BLOCK_D) * numbers.scale
     if FEATURES.DROPOUT:
         x *= numbers.dropout_factor
     store_rows(dq, batch, head, x, m_block * ROWS, seqlen_q, ROWS, FEATURES.HEADDIM, BLOCK_D)

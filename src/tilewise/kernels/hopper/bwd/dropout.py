@@ -71,7 +71,7 @@ def conversion(kind, has_relu, is_masked):
 def marked(p, keep_bits, FEATURES: gl.constexpr, TILE: gl.constexpr):
     """P, negative where the pair was dropped, if P is passed to the other warpgroup."""
     if FEATURES.DROPOUT and TILE.BLOCK_N == 64:
-        return select(keep_bits, p, -p)
+        return select(keep_bits, p, other=-p)
     else:
         return p
 
@@ -93,14 +93,14 @@ def dropped_operand(
     """
     RELU: gl.constexpr = FEATURES.DROPOUT and TILE.BLOCK_N == 64
     if FEATURES.DROPOUT and not RELU:
-        p = select(keep_bits, p, 0.0)
+        p = select(keep_bits, p, other=0.0)
     if TILE.BLOCK_D != 128 and not RELU:
         return p.to(dtype)
     elif dtype == gl.bfloat16:
-        text: gl.constexpr = conversion("bf16", RELU, MASKED)
+        text: gl.constexpr = conversion("bf16", RELU, is_masked=MASKED)
         return gl.inline_asm_elementwise(text, "=r,r,r", [p], gl.bfloat16, is_pure=True, pack=2)
     else:
-        text: gl.constexpr = conversion("f16", RELU, MASKED)
+        text: gl.constexpr = conversion("f16", RELU, is_masked=MASKED)
         return gl.inline_asm_elementwise(text, "=r,r,r", [p], gl.float16, is_pure=True, pack=2)
 
 
@@ -125,7 +125,7 @@ def marked_gradient(weight, dp, minus_delta, FEATURES: gl.constexpr):
     elif FEATURES.DROPOUT:
         return gl.abs(weight) * gl.where(weight < 0.0, minus_delta, dp)
     else:
-        return score_gradient(weight, dp, 1.0)
+        return score_gradient(weight, dp, derivative=1.0)
 
 
 def _select(x, other, words):
@@ -138,5 +138,5 @@ def _select(x, other, words):
 ASM = {**bwd_drawn.ASM, selection(): _select}
 for _kind in ("bf16", "f16"):
     for _is_masked in (False, True):
-        ASM[conversion(_kind, True, _is_masked)] = torch.relu
-        ASM[conversion(_kind, False, _is_masked)] = torch.clone
+        ASM[conversion(_kind, True, is_masked=_is_masked)] = torch.relu
+        ASM[conversion(_kind, False, is_masked=_is_masked)] = torch.clone

@@ -31,10 +31,10 @@ def draw_keep_bits(stream, m_start, n_start, threshold, M: gl.constexpr):
     of a thread in one word, (32, 4) or (32, 4, 2).
     """
     if M == 128:
-        first = draw_word(stream, m_start, n_start, threshold)
-        return gl.join(first, draw_word(stream, m_start + 64, n_start, threshold))
+        first = draw_word(stream, m_start, n_start=n_start, threshold=threshold)
+        return gl.join(first, draw_word(stream, m_start + 64, n_start=n_start, threshold=threshold))
     else:
-        return draw_word(stream, m_start, n_start, threshold)
+        return draw_word(stream, m_start, n_start=n_start, threshold=threshold)
 
 
 @gluon.jit
@@ -48,10 +48,10 @@ def draw_word(stream, m_start, n_start, threshold):
     threshold = gl.cast(threshold, gl.uint32)
     near = compared(stream, m_start + 0, r, group_k, is_upper, threshold)
     next = compared(stream, m_start + 16, r, group_k, is_upper, threshold)
-    first = merged(near, next, 0xC0C0C0C0, 2)
+    first = merged(near, next, MASK=0xC0C0C0C0, SHIFT=2)
     near = compared(stream, m_start + 32, r, group_k, is_upper, threshold)
     next = compared(stream, m_start + 48, r, group_k, is_upper, threshold)
-    bits = merged(first, merged(near, next, 0xC0C0C0C0, 2), 0xF0F0F0F0, 4)
+    bits = merged(first, merged(near, next, MASK=0xC0C0C0C0, SHIFT=2), MASK=0xF0F0F0F0, SHIFT=4)
     # Bytes are those of query r and an even key, an odd key, query r + 8 and an even key, an odd
     joined = gl.join(bits, bits >> 8).permute((0, 2, 1)).reshape([32, 8])
     even, odd = gl.split(gl.convert_layout(joined, quads()).reshape([32, 4, 2]))
@@ -62,9 +62,9 @@ def draw_word(stream, m_start, n_start, threshold):
 def compared(stream, m_start, r, group_k, is_upper, threshold):
     """Bits 7 and 6 of each byte say whether the pairs of half a group are kept: of two words."""
     group_q = (query_group(m_start) + r).to(gl.uint32)
-    w0, w1, w2, w3 = group_words(stream, group_q, group_k)
+    w0, w1, w2, w3 = group_words(stream, group_q, group_k=group_k)
     first, second = gl.where(is_upper, w2, w0), gl.where(is_upper, w3, w1)
-    return merged(at_least(first, threshold), at_least(second, threshold), 0x80808080, 1)
+    return merged(at_least(first, threshold), at_least(second, threshold), MASK=0x80808080, SHIFT=1)
 
 
 @gluon.jit

@@ -24,7 +24,7 @@ def used_rows(rows, work, start, FEATURES: gl.constexpr):
 @gluon.jit
 def write_rows(rows, desc, outputs, work, start, WG: gl.constexpr, FEATURES: gl.constexpr):
     """Stores 64 rows of dK or dV through the warpgroup's shared-memory buffer."""
-    rows = used_rows(rows, work, start, FEATURES).to(desc.dtype)
+    rows = used_rows(rows, work, start=start, FEATURES=FEATURES).to(desc.dtype)
     store_columns(rows, desc, outputs, work, start, 0, WG, FEATURES)
 
 
@@ -43,7 +43,7 @@ def store_columns(
         tma.store_wait(0)  # TMA has read the previous contents
         buffer.store(rows)
         fence_async_shared()  # what threads wrote, before TMA reads it
-        store_keys(desc, work, start, buffer, FEATURES, column)
+        store_keys(desc, work, start=start, buffer=buffer, FEATURES=FEATURES, column=column)
 
 
 @gluon.jit

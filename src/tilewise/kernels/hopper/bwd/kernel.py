@@ -71,9 +71,9 @@ def hopper_bwd_kernel(
     fence_async_shared()  # barriers are made before a copy arrives at one
 
     inputs = Sources(q_desc, do_desc, k_desc, v_desc, stats_desc, bias_desc, heads_per_batch)
-    outputs = Outputs(dq, dk_desc, dv_desc, dbias_desc, out_smem)
+    outputs = Outputs(dq, dk_desc, dv=dv_desc, dbias=dbias_desc, smem=out_smem)
     rings = Rings(keys, queries, score_buffers, messages, add_barriers, bias)
-    call = KernelCall(queue, optionals, sizes, numbers)
+    call = KernelCall(queue, optionals, sizes=sizes, numbers=numbers)
     if TILE.ORDERED:
         gl.warp_specialize(
             [
@@ -104,11 +104,11 @@ def matmul_partition(
 ):
     """A warpgroup: one with half of the keys, or with half of the work on all of them."""
     if TILE.BLOCK_N == 128:
-        grad_partition(WG, rings, outputs, call, FEATURES, TILE)
+        grad_partition(WG, rings, outputs=outputs, call=call, FEATURES=FEATURES, TILE=TILE)
     elif WG == 0:
-        value_partition(rings, outputs, call, FEATURES, TILE)
+        value_partition(rings, outputs, call=call, FEATURES=FEATURES, TILE=TILE)
     else:
-        key_partition(rings, outputs, call, FEATURES, TILE)
+        key_partition(rings, outputs, call=call, FEATURES=FEATURES, TILE=TILE)
 
 
 @gluon.jit
@@ -118,6 +118,6 @@ def make_out(dtype: gl.constexpr, TILE: gl.constexpr):
     """
     if TILE.BLOCK_N == 128:
         D: gl.constexpr = TILE.BLOCK_D // 2 if dtype == gl.float32 else TILE.BLOCK_D
-        return gl.allocate_shared_memory(dtype, [2, 64, D], shared(64, D, dtype))
+        return gl.allocate_shared_memory(dtype, [2, 64, D], shared(64, D, dtype=dtype))
     else:
         return 0

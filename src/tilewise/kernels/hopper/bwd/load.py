@@ -32,9 +32,9 @@ from .work_tile import (
 def load_partition(inputs, rings, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
     modifiers = modifiers_of(call.optionals)
     if FEATURES.PACKED:
-        load_packed(inputs, rings, modifiers, call, FEATURES, TILE)
+        load_packed(inputs, rings, modifiers=modifiers, call=call, FEATURES=FEATURES, TILE=TILE)
     else:
-        load_batch(inputs, rings, modifiers, call, FEATURES, TILE)
+        load_batch(inputs, rings, modifiers=modifiers, call=call, FEATURES=FEATURES, TILE=TILE)
 
 
 @gluon.jit
@@ -45,16 +45,16 @@ def load_batch(inputs, rings, modifiers, call, FEATURES: gl.constexpr, TILE: gl.
     step = gl.to_tensor(0)
     tile = fetch_tile(call.queue, True) if TILE.ORDERED else gl.program_id(0)
     while tile < call.queue.tiles:
-        work = open_key_tile(tile, modifiers, call, FEATURES, TILE)
-        send(rings.messages, messages_state, work, TILE.RAGGED)
+        work = open_key_tile(tile, modifiers, call=call, FEATURES=FEATURES, TILE=TILE)
+        send(rings.messages, messages_state, fields=work, BY_LANE=TILE.RAGGED)
         messages_state = advance(messages_state, 2)
-        load_keys(inputs, rings.keys, keys_state, work, FEATURES, TILE)
+        load_keys(inputs, rings.keys, state=keys_state, work=work, FEATURES=FEATURES, TILE=TILE)
         keys_state = advance(keys_state, 1)
         step = load_blocks(inputs, rings, step, work, modifiers, call, FEATURES, TILE)
         # Not sooner: others may wait for what a tile adds
         tile = fetch_tile(call.queue, TILE.ORDERED)
-    reset_counter(call.queue, tile, call.queue.tiles)
-    send_end(rings.messages, messages_state, TILE)
+    reset_counter(call.queue, tile, tiles=call.queue.tiles)
+    send_end(rings.messages, messages_state, TILE=TILE)
 
 
 @gluon.jit
@@ -64,18 +64,18 @@ def load_packed(inputs, rings, modifiers, call, FEATURES: gl.constexpr, TILE: gl
     keys_state = start()
     step = gl.to_tensor(0)
     tile = fetch_tile(call.queue, True) if TILE.ORDERED else gl.program_id(0)
-    packed_tile = find_tile(tile, Hint(0, 0), call, FEATURES, TILE)
+    packed_tile = find_tile(tile, Hint(0, 0), call=call, FEATURES=FEATURES, TILE=TILE)
     while packed_tile.batch < call.sizes.packed:
-        work = open_packed_tile(packed_tile, call, FEATURES, TILE)
-        send(rings.messages, messages_state, work, TILE.RAGGED)
+        work = open_packed_tile(packed_tile, call, FEATURES=FEATURES, TILE=TILE)
+        send(rings.messages, messages_state, fields=work, BY_LANE=TILE.RAGGED)
         messages_state = advance(messages_state, 2)
-        load_keys(inputs, rings.keys, keys_state, work, FEATURES, TILE)
+        load_keys(inputs, rings.keys, state=keys_state, work=work, FEATURES=FEATURES, TILE=TILE)
         keys_state = advance(keys_state, 1)
         step = load_blocks(inputs, rings, step, work, modifiers, call, FEATURES, TILE)
         tile = fetch_tile(call.queue, TILE.ORDERED)
-        packed_tile = find_tile(tile, packed_tile.hint, call, FEATURES, TILE)
-    reset_packed_counter(packed_tile, call, TILE)
-    send_end(rings.messages, messages_state, TILE)
+        packed_tile = find_tile(tile, packed_tile.hint, call=call, FEATURES=FEATURES, TILE=TILE)
+    reset_packed_counter(packed_tile, call, TILE=TILE)
+    send_end(rings.messages, messages_state, TILE=TILE)
 
 
 @gluon.jit
@@ -84,7 +84,7 @@ def send_end(messages, state, TILE: gl.constexpr):
     if TILE.RAGGED:
         send(messages, state, RaggedWork(END, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0), True)
     else:
-        send(messages, state, Work(END, 0, 0, 0, 0, 0, 0, 0))
+        send(messages, state, fields=Work(END, 0, 0, 0, 0, 0, 0, 0))
 
 
 @gluon.jit
@@ -105,8 +105,8 @@ def load_keys(inputs, keys, state, work, FEATURES: gl.constexpr, TILE: gl.conste
         load_ragged(inputs.k, stop, work.seqlen_k, head_k, work.start, full, k)
         load_ragged(inputs.v, stop, work.seqlen_k, head_v, work.start, full, v)
     else:
-        load_tile(inputs.k, work.batch, work.head, work.start, full, k)
-        load_tile(inputs.v, work.batch, work.head, work.start, full, v)
+        load_tile(inputs.k, work.batch, head=work.head, row=work.start, full=full, buffer=k)
+        load_tile(inputs.v, work.batch, head=work.head, row=work.start, full=full, buffer=v)
 
 
 @gluon.jit
@@ -119,8 +119,8 @@ def load_blocks(
         for member in range(FEATURES.GROUP * (work.last >= 0).to(gl.int32)):
             head = work.head * FEATURES.GROUP + member
             listed = listed_blocks(work.start, work.batch, head, modifiers, call, FEATURES, TILE)
-            for i in range(count_listed(listed, FEATURES, TILE)):
-                m_block, is_listed_partial = listed_block(listed, i, FEATURES, TILE)
+            for i in range(count_listed(listed, FEATURES, TILE=TILE)):
+                m_block, is_listed_partial = listed_block(listed, i, FEATURES=FEATURES, TILE=TILE)
                 block = QueryBlock(head, m_block)
                 masked = is_listed_partial | ~is_whole
                 load_queries(inputs, rings, step, work, block, masked, call, FEATURES, TILE)
@@ -133,7 +133,7 @@ def load_blocks(
             load_queries(inputs, rings, step, work, block, masked, call, FEATURES, TILE)
             copy_bias(inputs.bias, rings, step, work, block, modifiers, TILE)
             step += 1
-            block = block_after(block, work, FEATURES)
+            block = block_after(block, work, FEATURES=FEATURES)
     return step
 
 
@@ -155,13 +155,13 @@ def load_queries(
     q, do = queries.q.index(state.stage), queries.do.index(state.stage)
     if FEATURES.PACKED:
         stop, size = work.stop_q, work.seqlen_q
-        load_ragged(inputs.q, stop, size, head, m_start, full, q)
-        load_ragged(inputs.do, stop, size, head, m_start, full, do)
+        load_ragged(inputs.q, stop, size=size, head=head, row=m_start, full=full, buffer=q)
+        load_ragged(inputs.do, stop, size=size, head=head, row=m_start, full=full, buffer=do)
         batch = 0
         m_start += work.padded_q
     else:
-        load_tile(inputs.q, batch, head, m_start, full, q)
-        load_tile(inputs.do, batch, head, m_start, full, do)
+        load_tile(inputs.q, batch, head=head, row=m_start, full=full, buffer=q)
+        load_tile(inputs.do, batch, head=head, row=m_start, full=full, buffer=do)
     minus_lse = queries.minus_lse.index(state.stage).reshape(stats)
     tma_load(inputs.stats, [batch, head, 0, m_start], full, minus_lse)
     minus_delta = queries.minus_delta.index(state.stage).reshape(stats)

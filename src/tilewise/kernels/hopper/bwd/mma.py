@@ -74,7 +74,7 @@ def grad_partition(
     tiles = gl.to_tensor(0)
     ds_state = start()
     last_ds_state = PipelineState(ds_state.stage + 2, ds_state.phase)
-    work = receive_tile(rings.messages, tiles, TILE)
+    work = receive_tile(rings.messages, tiles, TILE=TILE)
     while work.start != END:
         dk = gl.zeros([64, D], gl.float32, K_LAYOUT)  # (64, BLOCK_D), before the factor scale
         dv = gl.zeros([64, DV], gl.float32, V_LAYOUT)
@@ -84,20 +84,20 @@ def grad_partition(
         # S^T = K Q^T: (64, BLOCK_M); the first overlaps with nothing
         wait_full(keys, PipelineState(0, tiles & 1))
         wait_full(queries, state_of(step), pred=is_seen)
-        minus_lse = load_row(queries.minus_lse, step, no_scores)
-        left = half_of(keys.k, WG, step)
+        minus_lse = load_row(queries.minus_lse, step, like=no_scores)
+        left = half_of(keys.k, WG, step=step)
         pending_s = multiply_queries(left, queries, step, minus_lse, no_scores, TILE)
         s = warpgroup_mma_wait(0, deps=[pending_s])
         for i in range(blocks):
             # dP^T = V dO^T - delta, while P is recomputed
-            minus_delta = load_row(queries.minus_delta, step, no_scores)
-            left = half_of(keys.v, WG, step)
+            minus_delta = load_row(queries.minus_delta, step, like=no_scores)
+            left = half_of(keys.v, WG, step=step)
             pending_dp = multiply_values(left, queries, step, minus_delta, no_scores)
             k_start = work.start + WG * 64
-            visited = block_at(block, queries.metadata, step, TILE)
-            bias = read_bias(rings.bias, WG, step, TILE)
+            visited = block_at(block, queries.metadata, step=step, TILE=TILE)
+            bias = read_bias(rings.bias, WG, step=step, TILE=TILE)
             if not TILE.LSE_FIRST:
-                minus_lse = load_row(queries.minus_lse, step, no_scores)
+                minus_lse = load_row(queries.minus_lse, step, like=no_scores)
             tile = recompute(
                 s, bias, minus_lse, k_start, work, visited, modifiers, call, dtype, FEATURES, TILE
             )
@@ -105,9 +105,9 @@ def grad_partition(
             # dV += P^T dO, while dS is made
             left = gl.convert_layout(tile.operand, left_operand(V_LAYOUT))
             pending_dv = warpgroup_mma(left, queries.do.index(step & 1), dv, is_async=True)
-            ds = grad_scores(tile, dp, queries, step, FEATURES).to(dtype)
+            ds = grad_scores(tile, dp, queries=queries, step=step, FEATURES=FEATURES).to(dtype)
             wait_full(score_buffers, last_ds_state, pred=i > 0)
-            share_scores(score_buffers.ds, ds_state.stage, WG, ds, TILE)
+            share_scores(score_buffers.ds, ds_state.stage, WG=WG, ds=ds, TILE=TILE)
             fence_async_shared()  # makes the threads' stores visible to wgmma
             mbarrier.arrive(score_buffers.full.index(ds_state.stage), count=1)
             write_scores(outputs.dbias, score_buffers.ds, ds_state.stage, WG, work, visited, TILE)
@@ -117,7 +117,7 @@ def grad_partition(
             goes_on = i + 1 < blocks
             if TILE.LSE_FIRST:
                 wait_full(queries, state_of(step + 1), pred=goes_on)
-                minus_lse = load_row(queries.minus_lse, step + 1, no_scores)
+                minus_lse = load_row(queries.minus_lse, step + 1, like=no_scores)
             k_smem = only_stage(keys.k, step)
             pending_dq = multiply_scores(score_buffers.ds, last_ds_state.stage, k_smem, WG, TILE)
             left = gl.convert_layout(ds, left_operand(K_LAYOUT))
@@ -132,13 +132,13 @@ def grad_partition(
                 wait_full(queries, state_of(step + 1), pred=goes_on)
             if i > 0:
                 add_dq_in_order(dq, outputs, rings, work, block, step, WG, call, FEATURES, TILE)
-            left = half_of(keys.k, WG, step)
+            left = half_of(keys.k, WG, step=step)
             pending_s = multiply_queries(left, queries, step + 1, minus_lse, no_scores, TILE)
             dk = warpgroup_mma_wait(1, deps=[pending_dk])
             release(queries, state_of(step))
             last_ds_state = ds_state
             ds_state = advance(ds_state, 3)
-            block = block_after(block, work, FEATURES)
+            block = block_after(block, work, FEATURES=FEATURES)
             step += 1
             # No matmul may be in flight at the end of an iteration: the compiler would serialize
             # all
@@ -155,9 +155,9 @@ def grad_partition(
             dk *= call.numbers.dropout_factor
             dv *= call.numbers.dropout_factor
         write_rows(dk * call.numbers.scale, outputs.dk, outputs, work, rows, WG, FEATURES)
-        write_rows(dv, outputs.dv, outputs, work, rows, WG, FEATURES)
+        write_rows(dv, outputs.dv, outputs=outputs, work=work, start=rows, WG=WG, FEATURES=FEATURES)
         tiles += 1
-        work = receive_tile(rings.messages, tiles, TILE)
+        work = receive_tile(rings.messages, tiles, TILE=TILE)
     tma.store_wait(0)  # TMA still reads the last tile from shared memory
 
 
@@ -207,9 +207,9 @@ def multiply_values(left, queries, step, minus_delta, no_scores):
 def grad_scores(tile, dp, queries, step, FEATURES: gl.constexpr):
     """dS^T = P^T (dP^T - delta), times the derivative of the score."""
     if FEATURES.DROPOUT:
-        minus_delta = load_row(queries.minus_delta, step, dp)
-        dp = select(tile.keep_bits, dp, minus_delta)
-    return score_gradient(tile.weight, dp, 1.0)
+        minus_delta = load_row(queries.minus_delta, step, like=dp)
+        dp = select(tile.keep_bits, dp, other=minus_delta)
+    return score_gradient(tile.weight, dp, derivative=1.0)
 
 
 @gluon.jit
@@ -227,9 +227,9 @@ def add_dq_in_order(
 ):
     """Adds the warpgroup's half of the previous block's dQ, in order where that is ordered."""
     before = block_behind(block, rings.queries.metadata, step, work, FEATURES, TILE)
-    wait_to_add(rings.add_barriers, step - 1, TILE)
+    wait_to_add(rings.add_barriers, step - 1, TILE=TILE)
     add_dq(dq, outputs, work, before, WG, 2, call, FEATURES, TILE)
-    arrive_added(rings.add_barriers, step - 1, TILE)
+    arrive_added(rings.add_barriers, step - 1, TILE=TILE)
 
 
 @gluon.jit
@@ -252,7 +252,7 @@ def add_dq(
     """
     C: gl.constexpr = dq.shape[1]
     x = in_register_order(dq)
-    part = block_index(block, work, call, FEATURES, TILE) * PARTS + PART
+    part = block_index(block, work, call=call, FEATURES=FEATURES, TILE=TILE) * PARTS + PART
     cells = outputs.dq + part * (64 * C) + gl.arange(0, 64 * C, x.type.layout)
     gl.atomic_add(cells, x, sem="relaxed")
 
@@ -301,7 +301,7 @@ def recompute(
     IS_POSITION: gl.constexpr = (
         FEATURES.MASK_MOD is not None or FEATURES.SCORE_MOD is not None or FEATURES.BIAS
     )
-    lengths = tile_lengths(work, call, FEATURES, TILE)
+    lengths = tile_lengths(work, call, FEATURES=FEATURES, TILE=TILE)
     q_start = block.m_block * TILE.BLOCK_M
     column = gl.arange(0, qk.shape[1], column_of(S_LAYOUT))[None, :]
     origin = 0
@@ -311,31 +311,31 @@ def recompute(
         # Queries by the key they stand on, which is one number a block: tall blocks have no
         # registers for more
         q_idx = q_start + lengths.diagonal + column
-        lengths = Lengths(lengths.seqlen_q, lengths.seqlen_k, 0)
+        lengths = Lengths(lengths.seqlen_q, lengths.seqlen_k, diagonal=0)
     else:
         origin = q_start + (column & 6)
-        q_idx, lengths = from_block(column, q_start, lengths)
-    slope = load_slope(call.optionals, work.batch, block.head, FEATURES)
+        q_idx, lengths = from_block(column, q_start, lengths=lengths)
+    slope = load_slope(call.optionals, work.batch, head=block.head, FEATURES=FEATURES)
     seq = Sequence(lengths, slope, call.numbers, work.batch, block.head, modifiers, origin=origin)
     k_idx = (k_start + gl.arange(0, qk.shape[0], row_of(S_LAYOUT)))[:, None]
     minus_lse = 0.0 if TILE.LSE_FIRST else minus_lse  # where it came first it is in qk
-    scored = score_with(qk, bias, q_idx, k_idx, seq, FEATURES, TILE)
+    scored = score_with(qk, bias, q_idx=q_idx, k_idx=k_idx, seq=seq, FEATURES=FEATURES, TILE=TILE)
     p = scored.s
-    if needs_mask(block, work, TILE):
+    if needs_mask(block, work, TILE=TILE):
         # With the shorter branch packed rows were up to 8 % faster, dense ones 1 to 6 % slower, in
         # two runs of three lengths: why is not known
         if FEATURES.MASK_MOD is not None or FEATURES.ENDS or TILE.RAGGED:
-            p = hide(scored.s, q_idx, k_idx, seq, FEATURES)
+            p = hide(scored.s, q_idx, k_idx=k_idx, seq=seq, FEATURES=FEATURES)
         else:
-            p = apply_mask(scored.s, q_idx, k_idx, seq, FEATURES)
-        p = probabilities(p, minus_lse, seq, FEATURES)
-        keep_bits = draw_block(k_start, block, call, FEATURES, TILE)
-        p = marked(p, keep_bits, FEATURES, TILE)
+            p = apply_mask(scored.s, q_idx, k_idx=k_idx, seq=seq, FEATURES=FEATURES)
+        p = probabilities(p, minus_lse, seq=seq, FEATURES=FEATURES)
+        keep_bits = draw_block(k_start, block, call=call, FEATURES=FEATURES, TILE=TILE)
+        p = marked(p, keep_bits, FEATURES=FEATURES, TILE=TILE)
         operand = dropped_operand(p, keep_bits, dtype, True, FEATURES, TILE)
     else:
-        p = probabilities(scored.s, minus_lse, seq, FEATURES)
-        keep_bits = draw_block(k_start, block, call, FEATURES, TILE)
-        p = marked(p, keep_bits, FEATURES, TILE)
+        p = probabilities(scored.s, minus_lse, seq=seq, FEATURES=FEATURES)
+        keep_bits = draw_block(k_start, block, call=call, FEATURES=FEATURES, TILE=TILE)
+        p = marked(p, keep_bits, FEATURES=FEATURES, TILE=TILE)
         operand = dropped_operand(p, keep_bits, dtype, False, FEATURES, TILE)
     return RecomputedBlock(operand, weight_of(p, scored.derivative, FEATURES, TILE), keep_bits)
 

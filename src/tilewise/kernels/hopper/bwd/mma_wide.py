@@ -56,7 +56,7 @@ def value_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.const
 
     step = gl.to_tensor(0)
     tiles = gl.to_tensor(0)
-    work = receive_tile(rings.messages, tiles, TILE)
+    work = receive_tile(rings.messages, tiles, TILE=TILE)
     while work.start != END:
         dv = gl.zeros([64, DV], gl.float32, V_LAYOUT)
         blocks = count_blocks(work, FEATURES)
@@ -68,7 +68,7 @@ def value_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.const
         pending_s = multiply_queries(k_smem, queries, step, no_scores, TRIM, TILE)
         s = warpgroup_mma_wait(0, deps=[pending_s])
         for i in range(blocks):
-            visited = block_at(block, queries.metadata, step, TILE)
+            visited = block_at(block, queries.metadata, step=step, TILE=TILE)
             before = block_behind(block, queries.metadata, step, work, FEATURES, TILE)
             wait_full(score_buffers.ds, state_of(step - 1), pred=i > 0)
             k_smem = only_stage(rings.keys.k, step)
@@ -76,7 +76,7 @@ def value_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.const
                 pending_dq = multiply_keys(score_buffers.ds, step - 1, k_smem, no_dq, 0)
             minus_lse = 0.0
             if not TILE.LSE_FIRST:
-                minus_lse = load_row(queries.minus_lse, step, no_scores)
+                minus_lse = load_row(queries.minus_lse, step, like=no_scores)
             tile = recompute(
                 s, 0, minus_lse, work.start, work, visited, modifiers, call, dtype, FEATURES, TILE
             )
@@ -88,7 +88,7 @@ def value_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.const
             pending_dv = warpgroup_mma(left, queries.do.index(step & 1), dv, is_async=True)
             dq = warpgroup_mma_wait(1, deps=[pending_dq])
             if i > 0:
-                wait_to_add(rings.add_barriers, step - 1, TILE)
+                wait_to_add(rings.add_barriers, step - 1, TILE=TILE)
                 add_dq(dq, outputs, work, before, 0, 4, call, FEATURES, TILE)
             k_smem = only_stage(rings.keys.k, step)
             pending_dq = multiply_keys(score_buffers.ds, step - 1, k_smem, no_dq, 1)
@@ -97,29 +97,29 @@ def value_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.const
             # Before S^T starts: its operands come from shared memory, by the path of atomics
             if i > 0:
                 add_dq(dq, outputs, work, before, 1, 4, call, FEATURES, TILE)
-                arrive_added(rings.add_barriers, step - 1, TILE)
+                arrive_added(rings.add_barriers, step - 1, TILE=TILE)
             wait_full(queries, state_of(step + 1), pred=i + 1 < blocks)
             k_smem = only_stage(rings.keys.k, step)
             pending_s = multiply_queries(k_smem, queries, step + 1, no_scores, TRIM, TILE)
-            block = block_after(block, work, FEATURES)
+            block = block_after(block, work, FEATURES=FEATURES)
             step += 1
             s = warpgroup_mma_wait(0, deps=[pending_s])
         if is_seen:
             before = block_behind(block, queries.metadata, step, work, FEATURES, TILE)
             wait_full(score_buffers.ds, state_of(step - 1))
-            wait_to_add(rings.add_barriers, step - 1, TILE)
+            wait_to_add(rings.add_barriers, step - 1, TILE=TILE)
             for part in gl.static_range(2):
                 k_smem = only_stage(rings.keys.k, step)
                 pending_dq = multiply_keys(score_buffers.ds, step - 1, k_smem, no_dq, part)
                 dq = warpgroup_mma_wait(0, deps=[pending_dq])
                 add_dq(dq, outputs, work, before, part, 4, call, FEATURES, TILE)
-            arrive_added(rings.add_barriers, step - 1, TILE)
+            arrive_added(rings.add_barriers, step - 1, TILE=TILE)
         if FEATURES.DROPOUT:
             dv *= call.numbers.dropout_factor
-        dv = used_rows(dv, work, work.start, FEATURES).to(dtype)
+        dv = used_rows(dv, work, start=work.start, FEATURES=FEATURES).to(dtype)
         write_tile(dv, rings.keys.v, outputs.dv, rings, work, tiles, FEATURES)
         tiles += 1
-        work = receive_tile(rings.messages, tiles, TILE)
+        work = receive_tile(rings.messages, tiles, TILE=TILE)
 
 
 @gluon.jit
@@ -140,7 +140,7 @@ def key_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.constex
 
     step = gl.to_tensor(0)
     tiles = gl.to_tensor(0)
-    work = receive_tile(rings.messages, tiles, TILE)
+    work = receive_tile(rings.messages, tiles, TILE=TILE)
     while work.start != END:
         dk = gl.zeros([64, D], gl.float32, K_LAYOUT)  # before the factor scale
         blocks = count_blocks(work, FEATURES)
@@ -151,15 +151,15 @@ def key_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.constex
         pending_dp = multiply_values(only_stage(rings.keys.v, step), queries, step, no_scores, TRIM)
         dp = warpgroup_mma_wait(0, deps=[pending_dp])
         for i in range(blocks):
-            visited = block_at(block, queries.metadata, step, TILE)
+            visited = block_at(block, queries.metadata, step=step, TILE=TILE)
             k_smem = only_stage(rings.keys.k, step)
             pending_dq = multiply_keys(score_buffers.ds, step - 1, k_smem, no_dq, LAST_PART)
             mbarrier.wait(score_buffers.p_full, step & 1)
             p = in_accumulator_order(score_buffers.p.load(by_register(64 * M)), S_LAYOUT)
             minus_delta = 0.0
             if FEATURES.DROPOUT:
-                minus_delta = load_row(queries.minus_delta, step, no_scores)
-            ds = marked_gradient(p, dp, minus_delta, FEATURES).to(dtype)
+                minus_delta = load_row(queries.minus_delta, step, like=no_scores)
+            ds = marked_gradient(p, dp, minus_delta=minus_delta, FEATURES=FEATURES).to(dtype)
             score_buffers.ds.buffers.index(step & 1).store(ds)
             fence_async_shared()  # makes the threads' stores visible to wgmma
             mbarrier.arrive(score_buffers.ds.full.index(step & 1), count=1)
@@ -169,9 +169,9 @@ def key_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.constex
             if i > 0:
                 before = block_behind(block, queries.metadata, step, work, FEATURES, TILE)
                 if LAST_PART == 2:
-                    wait_to_add(rings.add_barriers, step - 1, TILE)
+                    wait_to_add(rings.add_barriers, step - 1, TILE=TILE)
                 add_dq(dq, outputs, work, before, LAST_PART, 4, call, FEATURES, TILE)
-                arrive_added(rings.add_barriers, step - 1, TILE)
+                arrive_added(rings.add_barriers, step - 1, TILE=TILE)
             if LAST_PART == 3:
                 k_smem = only_stage(rings.keys.k, step)
                 pending_dq = multiply_keys(score_buffers.ds, step, k_smem, no_dq, 2)
@@ -181,12 +181,12 @@ def key_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.constex
                 dk = warpgroup_mma_wait(0, deps=[pending_dk])
             release(queries, state_of(step))
             if LAST_PART == 3:
-                wait_to_add(rings.add_barriers, step, TILE)
+                wait_to_add(rings.add_barriers, step, TILE=TILE)
                 add_dq(dq, outputs, work, visited, 2, 4, call, FEATURES, TILE)
             wait_full(queries, state_of(step + 1), pred=i + 1 < blocks)
             v_smem = only_stage(rings.keys.v, step)
             pending_dp = multiply_values(v_smem, queries, step + 1, no_scores, TRIM)
-            block = block_after(block, work, FEATURES)
+            block = block_after(block, work, FEATURES=FEATURES)
             step += 1
             dp = warpgroup_mma_wait(0, deps=[pending_dp])
         if is_seen:
@@ -195,15 +195,15 @@ def key_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.constex
             dq = warpgroup_mma_wait(0, deps=[pending_dq])
             before = block_behind(block, queries.metadata, step, work, FEATURES, TILE)
             if LAST_PART == 2:
-                wait_to_add(rings.add_barriers, step - 1, TILE)
+                wait_to_add(rings.add_barriers, step - 1, TILE=TILE)
             add_dq(dq, outputs, work, before, LAST_PART, 4, call, FEATURES, TILE)
-            arrive_added(rings.add_barriers, step - 1, TILE)
+            arrive_added(rings.add_barriers, step - 1, TILE=TILE)
         if FEATURES.DROPOUT:
             dk *= call.numbers.dropout_factor
-        dk = used_rows(dk * call.numbers.scale, work, work.start, FEATURES).to(dtype)
+        dk = used_rows(dk * call.numbers.scale, work, start=work.start, FEATURES=FEATURES).to(dtype)
         write_tile(dk, rings.keys.k, outputs.dk, rings, work, tiles, FEATURES)
         tiles += 1
-        work = receive_tile(rings.messages, tiles, TILE)
+        work = receive_tile(rings.messages, tiles, TILE=TILE)
 
 
 @gluon.jit
@@ -211,7 +211,7 @@ def multiply_queries(k_smem, queries, step, no_scores, TRIM: gl.constexpr, TILE:
     """Starts K Q^T - lse: (64, BLOCK_M)."""
     first = no_scores
     if TILE.LSE_FIRST:
-        minus_lse = load_row(queries.minus_lse, step, no_scores)
+        minus_lse = load_row(queries.minus_lse, step, like=no_scores)
         first = minus_lse.broadcast_to(no_scores.shape)
     return multiply_rows(k_smem, queries.q.index(step & 1), first, TILE.LSE_FIRST, TRIM)
 
@@ -219,9 +219,9 @@ def multiply_queries(k_smem, queries, step, no_scores, TRIM: gl.constexpr, TILE:
 @gluon.jit
 def multiply_values(v_smem, queries, step, no_scores, TRIM: gl.constexpr):
     """Starts V dO^T - delta: (64, BLOCK_M)."""
-    minus_delta = load_row(queries.minus_delta, step, no_scores)
+    minus_delta = load_row(queries.minus_delta, step, like=no_scores)
     first = minus_delta.broadcast_to(no_scores.shape)
-    return multiply_rows(v_smem, queries.do.index(step & 1), first, True, TRIM)
+    return multiply_rows(v_smem, queries.do.index(step & 1), first=first, HAS_FIRST=True, TRIM=TRIM)
 
 
 @gluon.jit
@@ -258,6 +258,6 @@ def write_tile(rows, keys, desc, rings, work, tiles, FEATURES: gl.constexpr):
     buffer = keys.index(0)
     buffer.store(rows)
     fence_async_shared()
-    store_keys(desc, work, work.start, buffer, FEATURES)
+    store_keys(desc, work, start=work.start, buffer=buffer, FEATURES=FEATURES)
     tma.store_wait(0)
     mbarrier.arrive(rings.keys.empty.index(0), count=1)

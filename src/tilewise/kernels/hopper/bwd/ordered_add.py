@@ -57,7 +57,7 @@ def make_add_barriers(TILE: gl.constexpr):
     if TILE.ORDERED:
         return AddBarriers(make_barrier(2, 1), make_barrier(2, 2), make_barrier(2, 1))
     else:
-        return AddBarriers(0, 0, 0)
+        return AddBarriers(0, 0, signaled=0)
 
 
 @gluon.jit
@@ -79,7 +79,7 @@ def wait_partition(rings, semaphores, call, FEATURES: gl.constexpr, TILE: gl.con
     """The warp that waits for semaphores, up to two blocks ahead of the warpgroups."""
     step = gl.to_tensor(0)
     tiles = gl.to_tensor(0)
-    work = receive_tile(rings.messages, tiles, TILE, 1)
+    work = receive_tile(rings.messages, tiles, TILE=TILE, WARPS=1)
     while work.start != END:
         block = first_block(work, FEATURES)
         for _ in range(count_blocks(work, FEATURES)):
@@ -88,10 +88,10 @@ def wait_partition(rings, semaphores, call, FEATURES: gl.constexpr, TILE: gl.con
             if order.is_visited & (order.rank > 0):
                 wait_semaphore(order)
             mbarrier.arrive(rings.add_barriers.may_add.index(step & 1), count=1)
-            block = block_after(block, work, FEATURES)
+            block = block_after(block, work, FEATURES=FEATURES)
             step += 1
         tiles += 1
-        work = receive_tile(rings.messages, tiles, TILE, 1)
+        work = receive_tile(rings.messages, tiles, TILE=TILE, WARPS=1)
 
 
 @gluon.jit
@@ -99,7 +99,7 @@ def signal_partition(rings, semaphores, call, FEATURES: gl.constexpr, TILE: gl.c
     """The warp that increments a block's semaphore once both warpgroups have added to the block."""
     step = gl.to_tensor(0)
     tiles = gl.to_tensor(0)
-    work = receive_tile(rings.messages, tiles, TILE, 1)
+    work = receive_tile(rings.messages, tiles, TILE=TILE, WARPS=1)
     while work.start != END:
         block = first_block(work, FEATURES)
         for _ in range(count_blocks(work, FEATURES)):
@@ -108,10 +108,10 @@ def signal_partition(rings, semaphores, call, FEATURES: gl.constexpr, TILE: gl.c
             if order.is_visited:
                 gl.atomic_max(order.semaphore, order.rank + 1, sem="release")
             mbarrier.arrive(rings.add_barriers.signaled.index(step & 1), count=1)
-            block = block_after(block, work, FEATURES)
+            block = block_after(block, work, FEATURES=FEATURES)
             step += 1
         tiles += 1
-        work = receive_tile(rings.messages, tiles, TILE, 1)
+        work = receive_tile(rings.messages, tiles, TILE=TILE, WARPS=1)
 
 
 @gluon.jit
@@ -125,12 +125,12 @@ def wait_semaphore(order):
 @gluon.jit
 def add_order_of(semaphores, work, block, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
     """The tile's place in the order of additions to a block."""
-    seq = Sequence(tile_lengths(work, call, FEATURES, TILE), 0.0, call.numbers)
-    visited = key_blocks(block.m_block * TILE.BLOCK_M, seq, FEATURES, TILE)
+    seq = Sequence(tile_lengths(work, call, FEATURES, TILE), 0.0, numbers=call.numbers)
+    visited = key_blocks(block.m_block * TILE.BLOCK_M, seq, FEATURES=FEATURES, TILE=TILE)
     n_block = work.start // TILE.BLOCK_N
     is_visited = (n_block >= visited.first) & (n_block < visited.stop)
     rank = visited.stop - 1 - n_block if FEATURES.RIGHT else n_block - visited.first
-    index = block_index(block, work, call, FEATURES, TILE)
+    index = block_index(block, work, call=call, FEATURES=FEATURES, TILE=TILE)
     if FEATURES.PACKED:  # two for each 128 queries, and only those of sequences are set to zero
         index *= TILE.BLOCK_M // 64
-    return AddOrder(semaphores + index, rank, is_visited)
+    return AddOrder(semaphores + index, rank, is_visited=is_visited)

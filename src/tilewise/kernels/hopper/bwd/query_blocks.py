@@ -61,7 +61,7 @@ def block_index(block, work, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
     takes 128 rows at a time.
     """
     if FEATURES.PACKED:
-        rows = padded_row(call.sizes.seqlen_q, call.sizes.packed, ROWS)
+        rows = padded_row(call.sizes.seqlen_q, call.sizes.packed, ROWS=ROWS)
         before = block.head.to(gl.int64) * (rows // TILE.BLOCK_M)
         return before + work.padded_q // TILE.BLOCK_M + block.m_block
     else:

@@ -24,7 +24,7 @@ def queue_of(problem: Problem, block_n: int, q: Tensor, k: Tensor, sizes: Sizes)
         n_blocks = seqlen_k // block_n + sizes.packed
         blocks = AT_ONCE // (block_n * problem.group * bytes_of_row(problem, q))
         mixed = blocks if problem.is_causal and not problem.deterministic else 0
-        return Queue(counter, heads * n_blocks, nheads_k, heads, mixed)
+        return Queue(counter, heads * n_blocks, nheads=nheads_k, heads=heads, l2_group=mixed)
     n_blocks = triton.cdiv(seqlen_k, block_n)
     return Queue(counter, heads * n_blocks, nheads_k, heads, heads_per_l2_group(problem, q))
 

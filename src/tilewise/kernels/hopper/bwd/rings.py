@@ -65,10 +65,10 @@ def make_keys(dtype: gl.constexpr, TILE: gl.constexpr):
     N: gl.constexpr = TILE.BLOCK_N
     D: gl.constexpr = TILE.BLOCK_D
     DV: gl.constexpr = TILE.BLOCK_DV
-    k = gl.allocate_shared_memory(dtype, [1, N, D], shared(N, D, dtype))
-    v = gl.allocate_shared_memory(dtype, [1, N, DV], shared(N, DV, dtype))
-    full, empty = make_barriers(1, 1, 2)
-    return KeyRing(k, v, full, empty)
+    k = gl.allocate_shared_memory(dtype, [1, N, D], shared(N, D, dtype=dtype))
+    v = gl.allocate_shared_memory(dtype, [1, N, DV], shared(N, DV, dtype=dtype))
+    full, empty = make_barriers(1, 1, CONSUMERS=2)
+    return KeyRing(k, v, full=full, empty=empty)
 
 
 @gluon.jit
@@ -77,12 +77,12 @@ def make_queries(dtype: gl.constexpr, TILE: gl.constexpr):
     M: gl.constexpr = TILE.BLOCK_M
     D: gl.constexpr = TILE.BLOCK_D
     DV: gl.constexpr = TILE.BLOCK_DV
-    q = gl.allocate_shared_memory(dtype, [2, M, D], shared(M, D, dtype))
-    do = gl.allocate_shared_memory(dtype, [2, M, DV], shared(M, DV, dtype))
-    row: gl.constexpr = shared(1, M, gl.float32)
+    q = gl.allocate_shared_memory(dtype, [2, M, D], shared(M, D, dtype=dtype))
+    do = gl.allocate_shared_memory(dtype, [2, M, DV], shared(M, DV, dtype=dtype))
+    row: gl.constexpr = shared(1, M, dtype=gl.float32)
     minus_lse = gl.allocate_shared_memory(gl.float32, [2, 1, M], row)
     minus_delta = gl.allocate_shared_memory(gl.float32, [2, 1, M], row)
-    full, empty = make_barriers(2, 1, 2)
+    full, empty = make_barriers(2, 1, CONSUMERS=2)
     return QueryRing(q, do, minus_lse, minus_delta, full, empty, make_metadata())
 
 

@@ -41,9 +41,9 @@ def make_scores(dtype: gl.constexpr, TILE: gl.constexpr):
     M: gl.constexpr = TILE.BLOCK_M
     N: gl.constexpr = TILE.BLOCK_N
     if TILE.BIAS_GRAD:
-        return gl.allocate_shared_memory(dtype, [6, M, 64], shared(M, 64, dtype))
+        return gl.allocate_shared_memory(dtype, [6, M, 64], shared(M, 64, dtype=dtype))
     else:
-        return gl.allocate_shared_memory(dtype, [3, N, M], shared(N, M, dtype))
+        return gl.allocate_shared_memory(dtype, [3, N, M], shared(N, M, dtype=dtype))
 
 
 @gluon.jit

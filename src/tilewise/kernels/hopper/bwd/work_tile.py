@@ -63,14 +63,14 @@ def open_key_tile(tile, modifiers, call, FEATURES: gl.constexpr, TILE: gl.conste
     n_block, head, batch = key_tile_in_group(tile, call.queue, call.sizes.seqlen_k, TILE.BLOCK_N)
     if TILE.ORDERED and FEATURES.RIGHT:  # the order of accumulation
         n_block = gl.cdiv(call.sizes.seqlen_k, TILE.BLOCK_N) - 1 - n_block
-    lengths = lengths_of(batch, call.sizes, call.optionals, FEATURES)
+    lengths = lengths_of(batch, call.sizes, optionals=call.optionals, FEATURES=FEATURES)
     if FEATURES.MASK_M > 0:
         work = listed_work(n_block, head, batch, lengths, modifiers, call, FEATURES, TILE)
     else:
         work = work_of(n_block, head, batch, lengths, call, FEATURES, TILE)
     if TILE.RAGGED:
         rows = call.sizes.seqlen_k
-        return ragged(work, lengths, 0, 0, rows, rows)
+        return ragged(work, lengths, padded_q=0, stop_q=0, stop_k=rows, rows_k=rows)
     else:
         return work
 
@@ -79,10 +79,10 @@ def open_key_tile(tile, modifiers, call, FEATURES: gl.constexpr, TILE: gl.conste
 def open_packed_tile(found, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
     """The work tile of a found tile of packed sequences."""
     batch = found.batch
-    offsets = offsets_of(batch, call.sizes, call.optionals, FEATURES)
-    lengths = lengths_in(offsets, batch, call.optionals, FEATURES)
+    offsets = offsets_of(batch, call.sizes, optionals=call.optionals, FEATURES=FEATURES)
+    lengths = lengths_in(offsets, batch, optionals=call.optionals, FEATURES=FEATURES)
     work = work_of(found.n_block, found.head, batch, lengths, call, FEATURES, TILE)
-    padded_q = padded_row(offsets.first_q, batch, ROWS)
+    padded_q = padded_row(offsets.first_q, batch, ROWS=ROWS)
     stop_q = offsets.first_q + lengths.seqlen_q
     return ragged(work, lengths, padded_q, stop_q, offsets.first_k + offsets.rows_k, offsets.rows_k)
 
@@ -99,7 +99,7 @@ def work_of(n_block, head, batch, lengths, call, FEATURES: gl.constexpr, TILE: g
     may have no queries at all; else it visits one all the same.
     """
     n_start = n_block * TILE.BLOCK_N
-    blocks = query_blocks(n_start, Sequence(lengths, 0.0, call.numbers), FEATURES, TILE)
+    blocks = query_blocks(n_start, Sequence(lengths, 0.0, numbers=call.numbers), FEATURES, TILE)
     first, last = blocks.first, blocks.stop - 1
     if not TILE.RAGGED:
         # The one that it visits must be there: keys may lie past what the last query sees
@@ -157,8 +157,8 @@ def reset_packed_counter(found, call, TILE: gl.constexpr):
     starts, total, sequences = call.optionals.cu_seqlens_k, call.sizes.seqlen_k, call.sizes.packed
     blocks = blocks_of(found.hint.batch + lanes(), starts, total, sequences, TILE.BLOCK_N)
     tiles = found.hint.tiles + gl.sum(blocks, 0) * call.queue.nheads
-    most = most_tiles(total, sequences, call.queue.nheads, TILE.BLOCK_N)
-    reset_counter(call.queue, found.tile, gl.minimum(tiles, most))
+    most = most_tiles(total, sequences, times=call.queue.nheads, BLOCK=TILE.BLOCK_N)
+    reset_counter(call.queue, found.tile, tiles=gl.minimum(tiles, most))
 
 
 @gluon.jit
@@ -171,9 +171,9 @@ def lanes():
 def receive_tile(messages, tiles, TILE: gl.constexpr, WARPS: gl.constexpr = 4):
     """The tile that comes after so many others, for a partition of WARPS warps."""
     if TILE.RAGGED:
-        return RaggedWork(*receive(messages, state_of(tiles), RAGGED_FIELDS, WARPS))
+        return RaggedWork(*receive(messages, state_of(tiles), COUNT=RAGGED_FIELDS, WARPS=WARPS))
     else:
-        return Work(*receive(messages, state_of(tiles), WORK_FIELDS, WARPS))
+        return Work(*receive(messages, state_of(tiles), COUNT=WORK_FIELDS, WARPS=WARPS))
 
 
 @gluon.jit
@@ -183,6 +183,6 @@ def tile_lengths(work, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
         diagonal = work.seqlen_k - work.seqlen_q
         if FEATURES.TOP_LEFT:
             diagonal = 0
-        return Lengths(work.seqlen_q, work.seqlen_k, diagonal)
+        return Lengths(work.seqlen_q, work.seqlen_k, diagonal=diagonal)
     else:
-        return lengths_of(work.batch, call.sizes, call.optionals, FEATURES)
+        return lengths_of(work.batch, call.sizes, optionals=call.optionals, FEATURES=FEATURES)

@@ -41,7 +41,7 @@ def attend_partition(
     FEATURES: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
     if TILE.WARPGROUPS == 1:
-        make_ready(rings, call.scales, TILE)
+        make_ready(rings, call.scales, TILE=TILE)
     modifiers = modifiers_of(call.optionals)
     messages_state, q_state, state = start(), start(), start()
     work = receive_work(rings.messages, messages_state)
@@ -50,7 +50,7 @@ def attend_partition(
         if work.kind == PART:
             wait_full(rings.q, q_state)
             q_smem = rings.q.buffers.index(q_state.stage * TILE.WARPGROUPS + WG)
-            half = half_of(work, WG, FEATURES, TILE)
+            half = half_of(work, WG, FEATURES=FEATURES, TILE=TILE)
             if TILE.WARPGROUPS == 1:
                 state = attend_part(
                     half, state, rings, q_smem, own, output, counters, call, modifiers,
@@ -58,22 +58,22 @@ def attend_partition(
                 )  # fmt: skip
             else:
                 fence_async_shared()  # what threads copied, before wgmma reads it
-                passed = blocks_apart(work, half, call, FEATURES, TILE)
-                half = seen_of(half, call, FEATURES, TILE.ROWS)
-                state = skip_blocks(passed.before, state, rings, TILE)
+                passed = blocks_apart(work, half, call=call, FEATURES=FEATURES, TILE=TILE)
+                half = seen_of(half, call, FEATURES=FEATURES, ROWS=TILE.ROWS)
+                state = skip_blocks(passed.before, state, rings=rings, TILE=TILE)
                 if half.start < half.seqlen_q:
                     state = attend_part(
                         half, state, rings, q_smem, own, output, counters, call, modifiers,
                         FEATURES, TILE,
                     )  # fmt: skip
-                state = skip_blocks(passed.after, state, rings, TILE)
+                state = skip_blocks(passed.after, state, rings=rings, TILE=TILE)
             release_by_threads(rings.q, q_state)
             q_state = advance(q_state, TILE.Q_STAGES)
         elif TILE.WARPGROUPS == 1:
-            fold_slice(work, output, counters, call, FEATURES, TILE)
+            fold_slice(work, output, counters=counters, call=call, FEATURES=FEATURES, TILE=TILE)
         else:
             if work.index % TILE.WARPGROUPS == WG:
-                fold_slice(work, output, counters, call, FEATURES, TILE)
+                fold_slice(work, output, counters=counters, call=call, FEATURES=FEATURES, TILE=TILE)
         work = receive_work(rings.messages, messages_state)
 
 
@@ -108,13 +108,13 @@ def attend_part(
             if TILE.STATE_IN_SHARED:
                 acc_o = partial.acc_o
                 if piece > work.piece:
-                    folded = fold(SplitState(own.state.load(O_LAYOUT), m_run, l_run), partial)
+                    folded = fold(SplitState(own.state.load(O_LAYOUT), m_run, l_i=l_run), partial)
                     acc_o, m_run, l_run = folded.acc_o, folded.m_i, folded.l_i
                 else:
                     m_run, l_run = partial.m_i, partial.l_i
                 own.state.store(acc_o)
             else:
-                folded = fold(SplitState(run, m_run, l_run), partial)
+                folded = fold(SplitState(run, m_run, l_i=l_run), partial)
                 run, m_run, l_run = folded.acc_o, folded.m_i, folded.l_i
         else:
             store_partial(work, piece, partial, output.partials, call, FEATURES, TILE)
@@ -122,13 +122,13 @@ def attend_part(
         if TILE.STATE_IN_SHARED:
             if work.piece < work.stop:
                 run = own.state.load(O_LAYOUT)
-        whole = SplitState(run, m_run, l_run)
+        whole = SplitState(run, m_run, l_i=l_run)
         if work.parts == 1:
-            store_rows(work, whole, output, call, FEATURES, TILE)
+            store_rows(work, whole, output=output, call=call, FEATURES=FEATURES, TILE=TILE)
         else:
             store_partial(work, work.first, whole, output.partials, call, FEATURES, TILE)
     if work.parts > 1:
-        end_part(work, output, counters, call, FEATURES, TILE)
+        end_part(work, output, counters=counters, call=call, FEATURES=FEATURES, TILE=TILE)
     return state
 
 
@@ -143,8 +143,8 @@ class Passed(NamedTuple):
 def blocks_apart(work, half, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
     """How many blocks of a part a warpgroup passes."""
     N: gl.constexpr = TILE.BLOCK_N
-    first, stop = blocks_of(work, call, FEATURES, TILE.ROWS * TILE.WARPGROUPS, N)
-    half_first, half_stop = blocks_of(half, call, FEATURES, TILE.ROWS, N)
+    first, stop = blocks_of(work, call, FEATURES=FEATURES, ROWS=TILE.ROWS * TILE.WARPGROUPS, N=N)
+    half_first, half_stop = blocks_of(half, call, FEATURES=FEATURES, ROWS=TILE.ROWS, N=N)
     half_first = gl.minimum(half_first, stop)
     half_stop = gl.where(half.start < half.seqlen_q, gl.maximum(half_stop, half_first), half_first)
     return Passed(half_first - first, stop - half_stop)
@@ -166,6 +166,6 @@ def skip_blocks(count, state, rings, TILE: gl.constexpr):
 def store_rows(work, state, output, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
     """Normalises, and writes the rows that are queries."""
     layout: gl.constexpr = state.acc_o.type.layout
-    rows = rows_at(work, gl.arange(0, TILE.BLOCK_M, row_of(layout)), FEATURES, TILE)
+    rows = rows_at(work, gl.arange(0, TILE.BLOCK_M, row_of(layout)), FEATURES=FEATURES, TILE=TILE)
     columns = gl.arange(0, TILE.BLOCK_DV, column_of(layout))
     write_rows(work, state, rows, columns, True, output, call, FEATURES)

@@ -20,12 +20,12 @@ from .work import END, PART, blocks_of, keys_of, receive_work
 @gluon.jit
 def copy_partition(sources, rings, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
     messages_state, state = start(), start()
-    work = receive_work(rings.messages, messages_state, TILE.COPY_WARPS)
+    work = receive_work(rings.messages, messages_state, WARPS=TILE.COPY_WARPS)
     while work.kind != END:
         messages_state = advance(messages_state, 2)
         if work.kind == PART:
             state = copy_part(work, sources, rings, state, call, FEATURES, TILE)
-        work = receive_work(rings.messages, messages_state, TILE.COPY_WARPS)
+        work = receive_work(rings.messages, messages_state, WARPS=TILE.COPY_WARPS)
 
 
 @gluon.jit
@@ -38,16 +38,16 @@ def copy_part(work, sources, rings, state, call, FEATURES: gl.constexpr, TILE: g
     DV: gl.constexpr = TILE.BLOCK_DV
     ROWS: gl.constexpr = TILE.ROWS * TILE.WARPGROUPS
     PIECE: gl.constexpr = 128 // sources.k.ptr.dtype.element_ty.primitive_bitwidth
-    LANES: gl.constexpr = by_lane(N, D, PIECE, TILE.COPY_WARPS)
+    LANES: gl.constexpr = by_lane(N, D, piece=PIECE, warps=TILE.COPY_WARPS)
     table = sources.table
-    keys = keys_of(work, call, FEATURES, ROWS)
-    first, stop = blocks_of(work, call, FEATURES, ROWS, N)
+    keys = keys_of(work, call, FEATURES=FEATURES, ROWS=ROWS)
+    first, stop = blocks_of(work, call, FEATURES=FEATURES, ROWS=ROWS, N=N)
     key = first * N + gl.arange(0, N, LANES)
-    ahead = look_up_rows(key, table.page_size, work, keys, table)
+    ahead = look_up_rows(key, table.page_size, work=work, keys=keys, table=table)
     for _ in range(first, stop):
-        rows = rows_of(ahead, key, keys, table)
+        rows = rows_of(ahead, key, keys=keys, table=table)
         key += N
-        ahead = look_up_rows(key, table.page_size, work, keys, table)
+        ahead = look_up_rows(key, table.page_size, work=work, keys=keys, table=table)
         k_at, v_at = rings.k.full.index(state.stage), rings.v.full.index(state.stage)
         copy_block(sources.k, rings.k, state, work, rows, D, FEATURES.HEADDIM, TILE)
         if call.scales.k_row is not None:
@@ -82,7 +82,7 @@ def copy_block(
 ):
     """Starts to copy a block of keys or values, (N, BLOCK)."""
     PIECE: gl.constexpr = 128 // x.ptr.dtype.element_ty.primitive_bitwidth
-    LAYOUT: gl.constexpr = in_pieces(BLOCK, PIECE, TILE.COPY_WARPS)
+    LAYOUT: gl.constexpr = in_pieces(BLOCK, PIECE, warps=TILE.COPY_WARPS)
     N: gl.constexpr = TILE.BLOCK_N
     columns = gl.arange(0, BLOCK, column_of(LAYOUT))
     wait_empty(ring, state)

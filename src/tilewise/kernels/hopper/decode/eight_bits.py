@@ -82,7 +82,7 @@ def key_operand(smem, dtype: gl.constexpr, TILE: gl.constexpr):
     N: gl.constexpr = TILE.BLOCK_N
     D: gl.constexpr = TILE.BLOCK_D
     OPERAND: gl.constexpr = left_operand(accumulator(TILE.BLOCK_M))
-    even, odd = halves(as_words(smem, N, D // 2).load(OPERAND), dtype, TILE)
+    even, odd = halves(as_words(smem, N, WORDS=D // 2).load(OPERAND), dtype, TILE=TILE)
     k_tile = gl.join(even, odd).permute((0, 2, 1)).reshape([N, D])
     return gl.convert_layout(k_tile, OPERAND, assert_trivial=True)
 
@@ -93,8 +93,8 @@ def value_operand(smem, dtype: gl.constexpr, TILE: gl.constexpr):
     N: gl.constexpr = TILE.BLOCK_N
     DV: gl.constexpr = TILE.BLOCK_DV
     LAYOUT: gl.constexpr = transposed_words(DV // 2, N)
-    packed = as_words(smem, N, DV // 2).permute((1, 0)).load(LAYOUT)
-    even, odd = halves(packed, dtype, TILE)
+    packed = as_words(smem, N, WORDS=DV // 2).permute((1, 0)).load(LAYOUT)
+    even, odd = halves(packed, dtype, TILE=TILE)
     v_tile = gl.join(even, odd).reshape([DV // 16, 8, N, 2])
     v_tile = v_tile.permute((0, 3, 1, 2)).reshape([DV, N])
     OPERAND: gl.constexpr = left_operand(accumulator(TILE.BLOCK_M))
@@ -104,7 +104,7 @@ def value_operand(smem, dtype: gl.constexpr, TILE: gl.constexpr):
 @gluon.constexpr_function
 def transposed_words(pairs, keys):
     """(pairs of columns, keys): a thread has pair 8 w + g, whose columns are then its two rows."""
-    registers = [[0, 1], [0, 8], *doublings(16, keys, 1), *doublings(32, pairs, 0)]
+    registers = [[0, 1], [0, 8], *doublings(16, keys, dim=1), *doublings(32, pairs, dim=0)]
     lanes = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
     over_warps = [[8, 0], [16, 0]]
     return gl.DistributedLinearLayout(registers, lanes, over_warps, [], [pairs, keys])
@@ -115,7 +115,7 @@ def interleaved_accumulator(rows, columns):
     """A (rows, columns) fp32 tile whose transpose wgmma left, of 16 columns the even ones first: a
     thread has both of a pair.
     """
-    registers = [[1, 0], [0, 1], *doublings(8, rows, 0), *doublings(64, columns, 1)]
+    registers = [[1, 0], [0, 1], *doublings(8, rows, dim=0), *doublings(64, columns, dim=1)]
     lanes = [[2, 0], [4, 0], [0, 2], [0, 4], [0, 8]]
     over_warps = [[0, 16], [0, 32]]
     return gl.DistributedLinearLayout(registers, lanes, over_warps, [], [rows, columns])
@@ -141,8 +141,8 @@ def even_before_odd(x):
 @gluon.jit
 def as_words(smem, ROWS: gl.constexpr, WORDS: gl.constexpr):
     """Words of two bytes, swizzled as the bytes are."""
-    LAYOUT: gl.constexpr = shared(ROWS, WORDS, gl.int16)
-    return reinterpret(smem, gl.int16, [ROWS, WORDS], LAYOUT)
+    LAYOUT: gl.constexpr = shared(ROWS, WORDS, dtype=gl.int16)
+    return reinterpret(smem, gl.int16, shape=[ROWS, WORDS], layout=LAYOUT)
 
 
 @gluon.jit

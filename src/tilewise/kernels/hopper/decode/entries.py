@@ -27,7 +27,7 @@ class Entries(NamedTuple):
 def first_entries(n, work, keys, table, BOX: gl.constexpr, N: gl.constexpr):
     """Looks up the entries of a part's first block, from key n on."""
     if table.page_table is None:
-        return Entries(work.batch, n, n)
+        return Entries(work.batch, n, row=n)
     else:
         place = n // (BOX if BOX < N else table.page_size)
         row = n - place * (BOX if BOX < N else table.page_size)
@@ -38,7 +38,7 @@ def first_entries(n, work, keys, table, BOX: gl.constexpr, N: gl.constexpr):
 def next_entries(before, n, work, keys, table, BOX: gl.constexpr, N: gl.constexpr):
     """Looks up the entries of the next block, from key n on."""
     if BOX < N or table.page_table is None:
-        return first_entries(n, work, keys, table, BOX, N)
+        return first_entries(n, work, keys=keys, table=table, BOX=BOX, N=N)
     else:  # pages are whole blocks
         is_over = before.row + N >= table.page_size
         place = before.place + is_over.to(gl.int32)
@@ -55,7 +55,7 @@ def look_up(place, row, n, work, keys, table, BOX: gl.constexpr, N: gl.constexpr
         pages = gl.load(first + lane, mask=n + lane * BOX < keys.last, other=0)
     else:
         pages = gl.load(first, mask=n < keys.last, other=0)
-    return Entries(pages, place, row)
+    return Entries(pages, place, row=row)
 
 
 @gluon.jit
@@ -65,7 +65,7 @@ def pages_of(entries, table):
         return entries.pages
     else:
         # num_pages - 1 would be computed before all loops, and spilled
-        return clamp(entries.pages + 1, 1, table.num_pages) - 1
+        return clamp(entries.pages + 1, 1, high=table.num_pages) - 1
 
 
 @gluon.jit
@@ -95,5 +95,5 @@ def rows_of(found, key, keys, table):
     """What was looked up, as rows of memory."""
     page, row = found
     if table.page_table is not None:
-        page = clamp(page + 1, 1, table.num_pages) - 1  # as in `pages_of`
+        page = clamp(page + 1, 1, high=table.num_pages) - 1  # as in `pages_of`
     return Rows(page.to(gl.int64), row.to(gl.int64), (key >= keys.first) & (key < keys.last))

@@ -24,10 +24,10 @@ def fold_slice(work, output, counters, call, FEATURES: gl.constexpr, TILE: gl.co
     """Some rows and columns of a tile. The tile's last slice sets its counter back to 0."""
     across: gl.constexpr = TILE.BLOCK_DV // FOLD_COLUMNS
     row, column = work.index // across * FOLD_ROWS, work.index % across * FOLD_COLUMNS
-    if row < rows_in(work, FEATURES, TILE):
+    if row < rows_in(work, FEATURES, TILE=TILE):
         fold_ahead(work, row, column, output, call, FEATURES, TILE)
-    counter = tile_counter(work, counters, call, FEATURES)
-    slices = slices_in(work, FEATURES, TILE.ROWS, TILE.BLOCK_DV)
+    counter = tile_counter(work, counters, call=call, FEATURES=FEATURES)
+    slices = slices_in(work, FEATURES, ROWS=TILE.ROWS, BLOCK_DV=TILE.BLOCK_DV)
     done = gl.atomic_add(counter, 1, sem="relaxed")
     if done == work.parts + slices - 1:
         gl.atomic_xchg(counter, 0, sem="relaxed")
@@ -39,7 +39,7 @@ def end_part(work, output, counters, call, FEATURES: gl.constexpr, TILE: gl.cons
     are handed out for that.
     """
     DV: gl.constexpr = TILE.BLOCK_DV
-    counter = tile_counter(work, counters, call, FEATURES)
+    counter = tile_counter(work, counters, call=call, FEATURES=FEATURES)
     barrier()  # all threads have written what the counter then says is there
     done = gl.atomic_add(counter, 1, sem="acq_rel")
     if (done == work.parts - 1) & (work.is_sliced == 0):
@@ -67,11 +67,11 @@ def fold_rows(
     """M rows and COLUMNS columns of a tile, written. AT_ONCE states are asked for together: one by
     one, each would cost a trip to the L2 cache, and the registers hold as many.
     """
-    LAYOUT: gl.constexpr = in_pieces(COLUMNS, 4, WARPGROUP_WARPS)
+    LAYOUT: gl.constexpr = in_pieces(COLUMNS, 4, warps=WARPGROUP_WARPS)
     row = first_row + gl.arange(0, M, row_of(LAYOUT))
-    rows = rows_at(work, row, FEATURES, TILE)
+    rows = rows_at(work, row, FEATURES=FEATURES, TILE=TILE)
     columns = first_column + gl.arange(0, COLUMNS, column_of(LAYOUT))
-    keys = keys_of(work, call, FEATURES, TILE.ROWS)
+    keys = keys_of(work, call, FEATURES=FEATURES, ROWS=TILE.ROWS)
     # What the tile's first part has folded lies where its first piece would
     state = load_partial(work, work.first, True, rows, columns, output.partials, call, FEATURES)
     for piece in range(work.first + work.length, keys.stop, AT_ONCE):
@@ -85,7 +85,7 @@ def fold_rows(
             )
         for i in gl.static_range(AT_ONCE):
             acc_o, m_i, l_i = states[i]
-            state = fold(state, SplitState(acc_o, m_i, l_i))
+            state = fold(state, SplitState(acc_o, m_i, l_i=l_i))
     write_rows(work, state, rows, columns, first_column == 0, output, call, FEATURES)
 
 
@@ -98,12 +98,12 @@ def fold_ahead(
     there a row that is no query has the numbers of one.
     """
     AT_ONCE: gl.constexpr = STATES_AHEAD
-    LAYOUT: gl.constexpr = in_pieces(FOLD_COLUMNS, 2, WARPGROUP_WARPS)
+    LAYOUT: gl.constexpr = in_pieces(FOLD_COLUMNS, 2, warps=WARPGROUP_WARPS)
     partials = output.partials
     row = first_row + gl.arange(0, FOLD_ROWS, row_of(LAYOUT))
-    rows = rows_at(work, row, FEATURES, TILE)
+    rows = rows_at(work, row, FEATURES=FEATURES, TILE=TILE)
     columns = first_column + gl.arange(0, FOLD_COLUMNS, column_of(LAYOUT))
-    keys = keys_of(work, call, FEATURES, TILE.ROWS)
+    keys = keys_of(work, call, FEATURES=FEATURES, ROWS=TILE.ROWS)
     state = load_partial(work, work.first, True, rows, columns, partials, call, FEATURES)
     begin = gl.maximum(work.first + work.length, keys.piece)
     piece = keys.stop - gl.maximum(keys.stop - begin, 0) // AT_ONCE * AT_ONCE
@@ -113,7 +113,7 @@ def fold_ahead(
         states = states + (
             load_partial(work, one, one >= begin, rows, columns, partials, call, FEATURES),
         )
-    some = rows_at(work, gl.where(rows.is_query, row, first_row), FEATURES, TILE)
+    some = rows_at(work, gl.where(rows.is_query, row, first_row), FEATURES=FEATURES, TILE=TILE)
     offset = partial_row(work, piece, some.token, some.head, call, FEATURES).to(gl.int32)
     apart = work.seqlen_q * (call.sizes.nheads * FEATURES.GROUP)  # the same rows of two pieces
     while piece < keys.stop:
@@ -133,7 +133,7 @@ def fold_all(state, found):
     """A state and those that follow it."""
     for i in gl.static_range(len(found)):
         acc_o, m_i, l_i = found[i]
-        state = fold(state, SplitState(acc_o, m_i, l_i))
+        state = fold(state, SplitState(acc_o, m_i, l_i=l_i))
     return state
 
 
@@ -146,7 +146,7 @@ def load_at(row, columns, partials, FEATURES: gl.constexpr):
     acc_o = gl.load(ptrs, mask=inside, other=0.0, cache_modifier=".cg")
     m_i = gl.load(partials.m_i + offset, cache_modifier=".cg")
     l_i = gl.load(partials.l_i + offset, cache_modifier=".cg")
-    return SplitState(acc_o, m_i, l_i)
+    return SplitState(acc_o, m_i, l_i=l_i)
 
 
 @gluon.jit
@@ -159,4 +159,4 @@ def load_partial(work, piece, is_seen, rows, columns, partials, call, FEATURES: 
     acc_o = gl.load(ptrs, mask=inside, other=0.0, cache_modifier=".cg")
     m_i = gl.load(partials.m_i + offset, mask=mask, other=float("-inf"), cache_modifier=".cg")
     l_i = gl.load(partials.l_i + offset, mask=mask, other=0.0, cache_modifier=".cg")
-    return SplitState(acc_o, m_i, l_i)
+    return SplitState(acc_o, m_i, l_i=l_i)

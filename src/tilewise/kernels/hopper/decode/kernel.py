@@ -59,43 +59,43 @@ def hopper_decode_kernel(
     k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, N, D], stored)
     v_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, N, DV], stored)
     WARPGROUPS: gl.constexpr = TILE.WARPGROUPS
-    k_ring = allocate_ring(stored, [1, 1, N, D], k_layout, TILE.STAGES)
+    k_ring = allocate_ring(stored, [1, 1, N, D], layout=k_layout, STAGES=TILE.STAGES)
     # Two warpgroups' blocks of values are cleared before they are full, behind one barrier more
     MORE: gl.constexpr = 1 if WARPGROUPS > 1 and TILE.BY_TMA else 0
-    v_ring = allocate_ring(stored, [1, 1, N, DV], v_layout, TILE.STAGES, MORE)
+    v_ring = allocate_ring(stored, [1, 1, N, DV], layout=v_layout, STAGES=TILE.STAGES, MORE=MORE)
     q_buffers = gl.allocate_shared_memory(
-        dtype, [TILE.Q_STAGES * WARPGROUPS, M, D], shared(M, D, dtype)
+        dtype, [TILE.Q_STAGES * WARPGROUPS, M, D], shared(M, D, dtype=dtype)
     )
     q_full, q_empty = allocate_barrier(TILE.Q_STAGES), allocate_barrier(TILE.Q_STAGES)
-    queries = Ring(q_buffers, q_full, q_empty)
+    queries = Ring(q_buffers, q_full, empty=q_empty)
     READERS: gl.constexpr = 1 + WARPGROUPS + (not TILE.BY_TMA)
     ready = 0
     if WARPGROUPS == 1:
         # What the matmul warpgroup makes, and what TMA copies of nothing
         ready = make_barrier(1, 1 + fetches_descriptors(TILE.BY_TMA, WARPGROUPS))
         fence_async_shared()  # which arrives at it through the async proxy
-    rings = Rings(queries, k_ring, v_ring, make_work_messages(READERS), ready)
+    rings = Rings(queries, k_ring, v=v_ring, messages=make_work_messages(READERS), ready=ready)
     if TILE.CACHE != "":
-        rings = with_scales(rings, scales, TILE)
+        rings = with_scales(rings, scales, TILE=TILE)
     state, probabilities, maxima, sums = 0, 0, 0, 0
     if TILE.STATE_IN_SHARED:
         layout: gl.constexpr = gl.SwizzledSharedLayout(2, 1, 8, [1, 0])
         state = gl.allocate_shared_memory(gl.float32, [M, DV], layout)
     if TILE.SWAPPED:
-        probabilities = gl.allocate_shared_memory(dtype, [2, M, N], shared(M, N, dtype))
+        probabilities = gl.allocate_shared_memory(dtype, [2, M, N], shared(M, N, dtype=dtype))
         by_row: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0, 1])
         maxima = gl.allocate_shared_memory(gl.float32, [M, 4], by_row)
         sums = gl.allocate_shared_memory(gl.float32, [M, 4], by_row)
-    scratch = Scratch(state, probabilities, maxima, sums)
+    scratch = Scratch(state, probabilities, maxima=maxima, sums=sums)
     if WARPGROUPS > 1:
-        make_barriers(rings, scales, TILE)
+        make_barriers(rings, scales, TILE=TILE)
     # Made here: of numbers that are 1, Triton (3.6) forgets the values in tuples of tuples
-    call = DecodeCall(optionals, sizes, numbers, scales)
-    sources = Sources(k, v, table)
+    call = DecodeCall(optionals, sizes, numbers=numbers, scales=scales)
+    sources = Sources(k, v, table=table)
     # The attend warps have what these leave: more where rows or their scales are copied, too
     HAS_ROW_SCALES: gl.constexpr = have_scales(scales.k_row, scales.v_row)
-    LOAD: gl.constexpr = registers_of(TILE.CACHE, TILE.PROGRAMS, HAS_ROW_SCALES)
-    COPY: gl.constexpr = registers_of(TILE.CACHE, TILE.PROGRAMS, True)
+    LOAD: gl.constexpr = registers_of(TILE.CACHE, TILE.PROGRAMS, is_copy=HAS_ROW_SCALES)
+    COPY: gl.constexpr = registers_of(TILE.CACHE, TILE.PROGRAMS, is_copy=True)
     COPY_WARPS: gl.constexpr = TILE.COPY_WARPS
     if WARPGROUPS == 2 and TILE.BY_TMA:
         gl.warp_specialize(

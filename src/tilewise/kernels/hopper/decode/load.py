@@ -53,24 +53,24 @@ def load_partition(sources, rings, counters, call, FEATURES: gl.constexpr, TILE:
     ROWS: gl.constexpr = TILE.ROWS * TILE.WARPGROUPS
     DV: gl.constexpr = TILE.BLOCK_DV
     if fetches_descriptors(TILE.BY_TMA, TILE.WARPGROUPS):
-        fetch_descriptors(sources, rings, TILE)
+        fetch_descriptors(sources, rings, TILE=TILE)
     lane = gl.arange(0, 32, LANE_LAYOUT)
     # Parts are as long as if each SM had one program
     programs = gl.cdiv(gl.num_programs(0), TILE.PROGRAMS)
-    share = share_of(lane, programs, call, FEATURES, ROWS // FEATURES.GROUP)
+    share = share_of(lane, programs, call=call, FEATURES=FEATURES, TOKENS=ROWS // FEATURES.GROUP)
     messages_state, state = start(), start()
     number = gl.program_id(0)
     if TILE.WARPGROUPS == 1:
-        streams = Hint(0, 0, 0, 0)
+        streams = Hint(0, 0, rows=0, pieces=0)
     else:
-        streams = streams_of(lane, share, call, FEATURES, ROWS, DV)
+        streams = streams_of(lane, share, call=call, FEATURES=FEATURES, ROWS=ROWS, BLOCK_DV=DV)
     part, streams = find_part(number, streams, lane, share, call, FEATURES, TILE)
     if TILE.WARPGROUPS == 1:
         mbarrier.wait(rings.ready.index(0), 0)
     while part.is_work:
         fetched = fetch_next_tile(counters, True)
-        work = open_part(part, share, call, FEATURES, TILE)
-        send(rings.messages, messages_state, work)
+        work = open_part(part, share, call=call, FEATURES=FEATURES, TILE=TILE)
+        send(rings.messages, messages_state, fields=work)
         messages_state = advance(messages_state, 2)
         if TILE.BY_TMA:
             state = load_part(work, sources, rings, state, call, FEATURES, TILE)
@@ -80,20 +80,20 @@ def load_partition(sources, rings, counters, call, FEATURES: gl.constexpr, TILE:
     # Numbers past the parts are slices of folds. All parts were handed out before them, to programs
     # that run: a slice waits for nothing that has not begun.
     FOLDED: gl.constexpr = TILE.ROWS  # each warpgroup's are folded by themselves
-    hint = Hint(0, parts, 0, 0)
+    hint = Hint(0, parts, rows=0, pieces=0)
     EQUALLY: gl.constexpr = TILE.WARPGROUPS > 1
     part = find_sequence(number, hint, lane, share, call, True, EQUALLY, FEATURES, FOLDED, DV)
     while part.is_work:
         fetched = fetch_next_tile(counters, True)
-        work = open_slice(part, share, call, FEATURES, FOLDED, DV)
-        await_parts(work, counters, call, FEATURES)
-        send(rings.messages, messages_state, work)
+        work = open_slice(part, share, call=call, FEATURES=FEATURES, ROWS=FOLDED, BLOCK_DV=DV)
+        await_parts(work, counters, call=call, FEATURES=FEATURES)
+        send(rings.messages, messages_state, fields=work)
         messages_state = advance(messages_state, 2)
         number = fetched_tile(fetched)
         hint = part.hint
         part = find_sequence(number, hint, lane, share, call, True, EQUALLY, FEATURES, FOLDED, DV)
-    reset_counter(counters, number, part.stop)
-    send(rings.messages, messages_state, no_more())
+    reset_counter(counters, number, tiles=part.stop)
+    send(rings.messages, messages_state, fields=no_more())
 
 
 @gluon.constexpr_function
@@ -133,7 +133,7 @@ def find_part(number, streams, lane, share, call, FEATURES: gl.constexpr, TILE: 
 @gluon.jit
 def await_parts(work, counters, call, FEATURES: gl.constexpr):
     """Until all parts of a tile have written their states, which later loads then see."""
-    counter = tile_counter(work, counters, call, FEATURES)
+    counter = tile_counter(work, counters, call=call, FEATURES=FEATURES)
     done = gl.atomic_add(counter, 0, sem="acquire")
     while done < work.parts:
         done = gl.atomic_add(counter, 0, sem="acquire")
@@ -148,30 +148,30 @@ def load_part(work, sources, rings, state, call, FEATURES: gl.constexpr, TILE: g
     ROWS: gl.constexpr = TILE.ROWS * TILE.WARPGROUPS
     BOX: gl.constexpr = sources.k.block_type.shape[2]
     table = sources.table
-    keys = keys_of(work, call, FEATURES, ROWS)
-    first, stop = blocks_of(work, call, FEATURES, ROWS, N)
-    ahead = first_entries(first * N, work, keys, table, BOX, N)
+    keys = keys_of(work, call, FEATURES=FEATURES, ROWS=ROWS)
+    first, stop = blocks_of(work, call, FEATURES=FEATURES, ROWS=ROWS, N=N)
+    ahead = first_entries(first * N, work, keys=keys, table=table, BOX=BOX, N=N)
     # Scales of rows are copied by 4 bytes, each lane's where its own keys lie
     HAVE_SCALES: gl.constexpr = have_scales(call.scales.k_row, call.scales.v_row)
     page_size = BOX if BOX < N else table.page_size
     key = first * N + gl.arange(0, N, KEYS_OF_LANES)
     rows_ahead = 0, 0
     if HAVE_SCALES:
-        rows_ahead = look_up_rows(key, page_size, work, keys, table)
+        rows_ahead = look_up_rows(key, page_size, work=work, keys=keys, table=table)
     for block in range(first, stop):
         n = block * N
         rows = 0
         if HAVE_SCALES:
-            rows = rows_of(rows_ahead, key, keys, table)
+            rows = rows_of(rows_ahead, key, keys=keys, table=table)
             key += N
-            rows_ahead = look_up_rows(key, page_size, work, keys, table)
+            rows_ahead = look_up_rows(key, page_size, work=work, keys=keys, table=table)
         pages, row = pages_of(ahead, table), ahead.row
-        ahead = next_entries(ahead, n + N, work, keys, table, BOX, N)
-        load_block(sources.k, rings.k, state, work, pages, row, TILE)
+        ahead = next_entries(ahead, n + N, work=work, keys=keys, table=table, BOX=BOX, N=N)
+        load_block(sources.k, rings.k, state=state, work=work, pages=pages, row=row, TILE=TILE)
         if call.scales.k_row is not None:
             load_scales(k_rows(call.scales), rings.k, rings.k_scales, state, work, rows)
         if TILE.WARPGROUPS == 1:
-            load_block(sources.v, rings.v, state, work, pages, row, TILE)
+            load_block(sources.v, rings.v, state=state, work=work, pages=pages, row=row, TILE=TILE)
         else:
             load_values(sources.v, rings.v, state, work, pages, row, n, keys, TILE)
         if call.scales.v_row is not None:
@@ -189,7 +189,7 @@ def have_scales(k_row, v_row):
 @gluon.jit
 def load_scales(scales, ring, smem, state, work, rows):
     """The scales of a block's rows; each lane arrives when its own have landed."""
-    copy_row_scales(scales, smem.index(state.stage), work, rows)
+    copy_row_scales(scales, smem.index(state.stage), work=work, rows=rows)
     async_copy.mbarrier_arrive(ring.full.index(state.stage), increment_count=False)
 
 
@@ -216,10 +216,10 @@ def load_values(desc, ring, state, work, pages, row, n, keys, TILE: gl.constexpr
     # Behind the stages' is a barrier for blocks that are full only when they have been cleared
     landed = ring.full.index(TILE.STAGES)
     barrier = ring.full.index(gl.where(has_unused, TILE.STAGES, state.stage))
-    copy_pages(desc, barrier, buffer, work, pages, row, TILE)
+    copy_pages(desc, barrier, buffer=buffer, work=work, pages=pages, row=row, TILE=TILE)
     if has_unused:
         mbarrier.wait(landed, 0)
-        clear_unused(buffer.reshape((N, TILE.BLOCK_DV)), n, keys, 8, 1, TILE)
+        clear_unused(buffer.reshape((N, TILE.BLOCK_DV)), n, keys=keys, ROWS=8, WARPS=1, TILE=TILE)
         mbarrier.arrive(landed, count=1)  # so that the next phase is again the first
         mbarrier.arrive(full, count=1)
 
@@ -236,5 +236,5 @@ def copy_pages(desc, full, buffer, work, pages, row, TILE: gl.constexpr):
     PAGES: gl.constexpr = N // BOX
     mbarrier.expect(full, BYTES * PAGES)
     for i in gl.static_range(PAGES):
-        coordinates = [page_of(pages, i, BOX, N), work.head_k, row, 0]
+        coordinates = [page_of(pages, i, BOX=BOX, N=N), work.head_k, row, 0]
         tma_load(desc, coordinates, full, buffer.slice(i * BOX, BOX, 2))

@@ -60,48 +60,48 @@ def attend_piece(
     m_i = gl.full([64], float("-inf"), gl.float32, row_of(S_LAYOUT))
     l_i = sums_of_threads(no_scores)
     split_size = call.sizes.split_size
-    first, stop = piece_keys(piece * split_size, split_size, keys, N)
+    first, stop = piece_keys(piece * split_size, split_size, keys=keys, BLOCK_N=N)
     if TILE.WARPGROUPS > 1:
         FIRST: gl.constexpr = TILE.BLOCK_D <= 128  # at 192 it would spill more
         # O += P V of a block and S of the next are issued together, and the softmax waits for S
         # alone
-        s = multiply_keys(q_smem, rings, state, no_scores, TILE)
+        s = multiply_keys(q_smem, rings, state=state, no_scores=no_scores, TILE=TILE)
         s = warpgroup_mma_wait(0, deps=[s])
         release_by_threads(rings.k, state)
         p, _, m_i, l_i = online_block(s, first, m_i, l_i, masked, FEATURES, FIRST)
         p = operand(p.to(rings.v.buffers.dtype), O_LAYOUT)
         for n in range(first + N, stop, N):
             ahead = advance(state, TILE.STAGES)
-            s = multiply_keys(q_smem, rings, ahead, no_scores, TILE)
-            acc_o = multiply_values(p, acc_o, rings, state, TILE)
+            s = multiply_keys(q_smem, rings, state=ahead, no_scores=no_scores, TILE=TILE)
+            acc_o = multiply_values(p, acc_o, rings=rings, state=state, TILE=TILE)
             s = warpgroup_mma_wait(1, deps=[s])
             release_by_threads(rings.k, ahead)
-            s, m_new = block_max(s, n, m_i, masked, FEATURES, FIRST)
-            alpha, grows = rescale_factors(m_i, m_new, n, True)
+            s, m_new = block_max(s, n, m_i=m_i, asked=masked, FEATURES=FEATURES, MAXIMA_FIRST=FIRST)
+            alpha, grows = rescale_factors(m_i, m_new, start=n, PINNED=True)
             acc_o = warpgroup_mma_wait(0, deps=[acc_o])
             release_by_threads(rings.v, state)
             acc_o = rescale(acc_o, row_factor(alpha, O_LAYOUT), row_factor(grows, O_LAYOUT))
             p, _ = exponentials(s, m_i, m_new, exp_scale(masked.seq, FEATURES), True)
-            m_i, l_i = m_new, add_sums(l_i, alpha, p)
+            m_i, l_i = m_new, add_sums(l_i, alpha, p=p)
             p = operand(p.to(rings.v.buffers.dtype), O_LAYOUT)
             state = ahead
-        acc_o = multiply_values(p, acc_o, rings, state, TILE)
+        acc_o = multiply_values(p, acc_o, rings=rings, state=state, TILE=TILE)
         acc_o = warpgroup_mma_wait(0, deps=[acc_o])
         release_by_threads(rings.v, state)
         state = advance(state, TILE.STAGES)
     else:
         for n in range(first, stop, N):
-            s = multiply_keys(q_smem, rings, state, no_scores, TILE)
+            s = multiply_keys(q_smem, rings, state=state, no_scores=no_scores, TILE=TILE)
             s = warpgroup_mma_wait(0, deps=[s])
             release_by_threads(rings.k, state)
             p, alpha, m_i, l_i = online_block(s, n, m_i, l_i, masked, FEATURES)
             acc_o = acc_o * row_factor(alpha, O_LAYOUT)[:, None]
-            v_tile = wait_values(n, keys, rings, state, TILE)
+            v_tile = wait_values(n, keys, rings=rings, state=state, TILE=TILE)
             acc_o = add_values(operand(p.to(v_tile.dtype), O_LAYOUT), v_tile, acc_o, rings, state)
             state = advance(state, TILE.STAGES)
     m_i = row_factor(m_i, O_LAYOUT)
     l_i = row_factor(whole_sums(sums_of_warps(l_i)), O_LAYOUT)
-    return state, SplitState(acc_o, m_i, l_i)
+    return state, SplitState(acc_o, m_i, l_i=l_i)
 
 
 @gluon.jit
@@ -110,13 +110,13 @@ def open_piece(
     FEATURES: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
     """The rows of a tile whose scores have this layout, and the keys that they see."""
-    rows = rows_at(work, gl.arange(0, TILE.BLOCK_M, row_of(S_LAYOUT)), FEATURES, TILE)
-    slope = load_slope(call.optionals, work.batch, rows.head[:, None], FEATURES)
+    rows = rows_at(work, gl.arange(0, TILE.BLOCK_M, row_of(S_LAYOUT)), FEATURES=FEATURES, TILE=TILE)
+    slope = load_slope(call.optionals, work.batch, head=rows.head[:, None], FEATURES=FEATURES)
     head = rows.head[:, None]
     seq = Sequence(lengths_in(work), slope, numbers, work.batch, head, modifiers, 0)
     position = (work.seqlen_k - work.seqlen_q + rows.token)[:, None]
-    keys = keys_of(work, call, FEATURES, TILE.ROWS)
-    return MaskedPiece(seq, position, keys, keys_of_all(work, keys, call, FEATURES))
+    keys = keys_of(work, call, FEATURES=FEATURES, ROWS=TILE.ROWS)
+    return MaskedPiece(seq, position, keys=keys, full=keys_of_all(work, keys, call, FEATURES))
 
 
 @gluon.jit
@@ -133,9 +133,9 @@ def multiply_keys(q_smem, rings, state, no_scores, TILE: gl.constexpr):
 @gluon.jit
 def online_block(s, n, m_i, l_i, asked, FEATURES: gl.constexpr, MAXIMA_FIRST: gl.constexpr = False):
     """P of a block from key n on, the factor of what was before, and the new maxima and sums."""
-    s, m_new = block_max(s, n, m_i, asked, FEATURES, MAXIMA_FIRST)
+    s, m_new = block_max(s, n, m_i=m_i, asked=asked, FEATURES=FEATURES, MAXIMA_FIRST=MAXIMA_FIRST)
     p, alpha = exponentials(s, m_i, m_new, exp_scale(asked.seq, FEATURES), True)
-    return p, alpha, m_new, add_sums(l_i, alpha, p)
+    return p, alpha, m_new, add_sums(l_i, alpha, p=p)
 
 
 @gluon.jit
@@ -148,24 +148,24 @@ def block_max(s, n, m_i, asked, FEATURES: gl.constexpr, MAXIMA_FIRST: gl.constex
     """
     scale = exp_scale(asked.seq, FEATURES)
     if MAXIMA_FIRST:
-        s, k_idx = unmasked(s, n, asked, FEATURES)
-        if is_partial(s, n, asked, FEATURES):
+        s, k_idx = unmasked(s, n, asked=asked, FEATURES=FEATURES)
+        if is_partial(s, n, asked=asked, FEATURES=FEATURES):
             s = hide(s, asked.position, k_idx, asked.keys, asked.seq, FEATURES)
-            m_new = running_max(s, m_i, scale)
+            m_new = running_max(s, m_i, exp_scale=scale)
         else:
-            m_new = running_max(s, m_i, scale)
+            m_new = running_max(s, m_i, exp_scale=scale)
     else:
-        s = scores_of(s, n, asked, FEATURES)
-        m_new = running_max(s, m_i, scale)
+        s = scores_of(s, n, asked=asked, FEATURES=FEATURES)
+        m_new = running_max(s, m_i, exp_scale=scale)
     return s, lagging_max(m_i, m_new)
 
 
 @gluon.jit
 def scores_of(qk, n, asked, FEATURES: gl.constexpr):
     """The scores of a block from key n on, masked where it needs that."""
-    s, k_idx = unmasked(qk, n, asked, FEATURES)
-    if is_partial(s, n, asked, FEATURES):
-        s = hide(s, asked.position, k_idx, asked.keys, asked.seq, FEATURES)
+    s, k_idx = unmasked(qk, n, asked=asked, FEATURES=FEATURES)
+    if is_partial(s, n, asked=asked, FEATURES=FEATURES):
+        s = hide(s, asked.position, k_idx=k_idx, keys=asked.keys, seq=asked.seq, FEATURES=FEATURES)
     return s
 
 
@@ -173,7 +173,7 @@ def scores_of(qk, n, asked, FEATURES: gl.constexpr):
 def unmasked(qk, n, asked, FEATURES: gl.constexpr):
     """The scores of a block from key n on, and the positions of its keys."""
     k_idx = (n + gl.arange(0, qk.shape[1], column_of(qk.type.layout)))[None, :]
-    return score(qk, asked.position, k_idx, asked.seq, FEATURES).s, k_idx
+    return score(qk, asked.position, k_idx=k_idx, seq=asked.seq, FEATURES=FEATURES).s, k_idx
 
 
 @gluon.jit
@@ -194,7 +194,7 @@ def wait_values(n, keys, rings, state, TILE: gl.constexpr):
         fence_async_shared()
     v_tile = rings.v.buffers.index(state.stage).reshape((N, TILE.BLOCK_DV))
     if (n < keys.first) | (n + N > keys.last):
-        clear_unused(v_tile, n, keys, 32, WARPGROUP_WARPS, TILE)
+        clear_unused(v_tile, n, keys=keys, ROWS=32, WARPS=WARPGROUP_WARPS, TILE=TILE)
         if TILE.CACHE != "":
             barrier()  # here, so that threads which read other blocks do not wait for each other
     return v_tile
@@ -235,5 +235,5 @@ def keys_of_all(work, keys, call, FEATURES: gl.constexpr):
 def hide(s, q_idx, k_idx, keys, seq, FEATURES: gl.constexpr):
     """Scores of pairs that may not see each other, or of keys that are not in use, become -inf."""
     keep = (k_idx >= keys.first) & (k_idx < keys.last)
-    keep = seen_by_position(keep, q_idx, k_idx, seq, FEATURES)
+    keep = seen_by_position(keep, q_idx, k_idx=k_idx, seq=seq, FEATURES=FEATURES)
     return gl.where(keep, s, float("-inf"))

@@ -45,7 +45,7 @@ def rows_at(work, row, FEATURES: gl.constexpr, TILE: gl.constexpr):
     TOKENS: gl.constexpr = TILE.ROWS // GROUP
     token = row // GROUP
     is_query = (token < TOKENS) & (work.start + token < work.seqlen_q)
-    return Rows(work.start + token, work.head_k * GROUP + row % GROUP, is_query)
+    return Rows(work.start + token, work.head_k * GROUP + row % GROUP, is_query=is_query)
 
 
 @gluon.jit
@@ -59,13 +59,13 @@ def begins_of(x, work, rows, FEATURES: gl.constexpr):
 @gluon.jit
 def write_rows(work, state, rows, columns, has_lse, output, call, FEATURES: gl.constexpr):
     """Columns of rows, and their lse."""
-    sink = load_sink(call.optionals, rows.head, FEATURES)
-    finished = finish(state.m_i, state.l_i, sink, FEATURES)
+    sink = load_sink(call.optionals, rows.head, FEATURES=FEATURES)
+    finished = finish(state.m_i, state.l_i, sink_log2=sink, FEATURES=FEATURES)
     out = state.acc_o * finished.rescale[:, None]
     if call.scales.v is not None:
         out = out * v_sequence_scale(work, call.scales)
     out = out.to(output.out.ptr.dtype.element_ty)
-    begins = begins_of(output.out, work, rows, FEATURES)
+    begins = begins_of(output.out, work, rows=rows, FEATURES=FEATURES)
     inside = rows.is_query[:, None] & (columns < FEATURES.HEADDIM_V)[None, :]
     gl.store(begins[:, None] + columns[None, :], out, mask=inside)
     batch = 0 if FEATURES.PACKED else work.batch
@@ -79,7 +79,7 @@ def write_rows(work, state, rows, columns, has_lse, output, call, FEATURES: gl.c
 def store_partial(work, piece, state, partials, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
     """The state of a piece, unnormalised."""
     layout: gl.constexpr = state.acc_o.type.layout
-    rows = rows_at(work, gl.arange(0, TILE.BLOCK_M, row_of(layout)), FEATURES, TILE)
+    rows = rows_at(work, gl.arange(0, TILE.BLOCK_M, row_of(layout)), FEATURES=FEATURES, TILE=TILE)
     offset = partial_row(work, piece, rows.token, rows.head, call, FEATURES)
     columns = gl.arange(0, TILE.BLOCK_DV, column_of(layout))
     inside = rows.is_query[:, None] & (columns < FEATURES.HEADDIM_V)[None, :]
@@ -95,7 +95,7 @@ def clear_unused(v_tile, n, keys, ROWS: gl.constexpr, WARPS: gl.constexpr, TILE:
     time by WARPS.
     """
     N: gl.constexpr = TILE.BLOCK_N
-    LAYOUT: gl.constexpr = in_pieces(TILE.BLOCK_DV, 8, WARPS)
+    LAYOUT: gl.constexpr = in_pieces(TILE.BLOCK_DV, 8, warps=WARPS)
     NOTHING: gl.constexpr = 0.0 if TILE.CACHE == "" else 0
     for i in gl.static_range(0, N, ROWS):
         rows = v_tile.slice(i, ROWS)

@@ -46,13 +46,13 @@ class RowScales(NamedTuple):
 @gluon.jit
 def k_rows(scales):
     """The scales per row of keys."""
-    return RowScales(scales.k, scales.k_batch, scales.k_row, scales.k_head)
+    return RowScales(scales.k, scales.k_batch, row=scales.k_row, head=scales.k_head)
 
 
 @gluon.jit
 def v_rows(scales):
     """The scales per row of values."""
-    return RowScales(scales.v, scales.v_batch, scales.v_row, scales.v_head)
+    return RowScales(scales.v, scales.v_batch, row=scales.v_row, head=scales.v_head)
 
 
 @gluon.jit

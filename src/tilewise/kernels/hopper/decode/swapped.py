@@ -40,7 +40,7 @@ def attend_piece_swapped(
     N: gl.constexpr = TILE.BLOCK_N
     DV: gl.constexpr = TILE.BLOCK_DV
     S_LAYOUT: gl.constexpr = transposed_accumulator(M, N)
-    O_LAYOUT: gl.constexpr = output_layout(M, DV, TILE.CACHE)
+    O_LAYOUT: gl.constexpr = output_layout(M, DV, cache=TILE.CACHE)
     numbers = call.numbers
     if call.scales.k is not None and call.scales.k_row is None:
         numbers = times_scale(numbers, gl.where(k_scale > 0.0, k_scale, 1.0))
@@ -52,23 +52,23 @@ def attend_piece_swapped(
     m_i = gl.full([M], float("-inf"), gl.float32, row_of(S_LAYOUT))
     l_i = sums_of_threads(gl.zeros([M, N], gl.float32, S_LAYOUT))
     split_size = call.sizes.split_size
-    first, stop = piece_keys(piece * split_size, split_size, masked.keys, N)
-    s = multiply_keys(q_smem, rings, state, no_scores, TILE)
-    s = take_scores(s, 0, rings, state, k_scale, call, TILE)
+    first, stop = piece_keys(piece * split_size, split_size, keys=masked.keys, BLOCK_N=N)
+    s = multiply_keys(q_smem, rings, state=state, no_scores=no_scores, TILE=TILE)
+    s = take_scores(s, 0, rings=rings, state=state, k_scale=k_scale, call=call, TILE=TILE)
     p, _, m_i, l_i = online_block(s, m_i, l_i, first, masked, own, FEATURES)
-    p_smem = share(p, first, own, rings, state, call, TILE)
+    p_smem = share(p, first, own=own, rings=rings, state=state, call=call, TILE=TILE)
     for n in range(first + N, stop, N):
         ahead = advance(state, TILE.STAGES)
-        s = multiply_keys(q_smem, rings, ahead, no_scores, TILE)
+        s = multiply_keys(q_smem, rings, state=ahead, no_scores=no_scores, TILE=TILE)
         if IN_TURN:
-            s = take_scores(s, 0, rings, ahead, k_scale, call, TILE)
+            s = take_scores(s, 0, rings=rings, state=ahead, k_scale=k_scale, call=call, TILE=TILE)
             acc_o = multiply_values(p_smem, acc_o, n - N, masked.keys, rings, state, TILE)
         else:
             acc_o = multiply_values(p_smem, acc_o, n - N, masked.keys, rings, state, TILE)
-            s = take_scores(s, 1, rings, ahead, k_scale, call, TILE)
+            s = take_scores(s, 1, rings=rings, state=ahead, k_scale=k_scale, call=call, TILE=TILE)
         p, alpha, m_i, l_i = online_block(s, m_i, l_i, n, masked, own, FEATURES)
-        p_smem = share(p, n, own, rings, ahead, call, TILE)
-        acc_o = end_values(acc_o, alpha, rings, state)
+        p_smem = share(p, n, own=own, rings=rings, state=ahead, call=call, TILE=TILE)
+        acc_o = end_values(acc_o, alpha, rings=rings, state=state)
         state = ahead
     last = (stop - 1) // N * N
     acc_o = multiply_values(p_smem, acc_o, last, masked.keys, rings, state, TILE)
@@ -96,7 +96,7 @@ def multiply_keys(q_smem, rings, state, no_scores, TILE: gl.constexpr):
             fence_async_shared()  # what threads copied, before wgmma reads it
         k_tile = rings.k.buffers.index(state.stage).reshape((TILE.BLOCK_N, TILE.BLOCK_D))
     else:
-        k_tile = key_operand(rings.k.buffers.index(state.stage), q_smem.dtype, TILE)
+        k_tile = key_operand(rings.k.buffers.index(state.stage), q_smem.dtype, TILE=TILE)
     return warpgroup_mma(k_tile, q_smem.permute((1, 0)), no_scores, use_acc=False, is_async=True)
 
 
@@ -123,13 +123,13 @@ def online_block(s, m_i, l_i, n, asked, own, FEATURES: gl.constexpr):
     N: gl.constexpr = s.shape[1]
     S_LAYOUT: gl.constexpr = s.type.layout
     scale = exp_scale(asked.seq, FEATURES)
-    s = scores_of(s, n, asked, FEATURES)
+    s = scores_of(s, n, asked=asked, FEATURES=FEATURES)
     # Row 64 i + 16 w + j of wgmma is in warp w
     of_warps = gl.max(gl.max(s.reshape([M, N // 64, 4, 16]), 1), 2)
     largest = in_rows(gl.max(of_all_warps(of_warps, own.maxima), 1), S_LAYOUT)
     m_new = lagging_max(m_i, gl.maximum(m_i, largest * scale))
-    p, alpha = exponentials(s, m_i, m_new, scale, True)
-    return p, alpha, m_new, add_sums(l_i, alpha, p)
+    p, alpha = exponentials(s, m_i, m_new=m_new, exp_scale=scale, MASKED=True)
+    return p, alpha, m_new, add_sums(l_i, alpha, p=p)
 
 
 @gluon.jit
@@ -150,11 +150,11 @@ def share(p, n, own, rings, state, call, TILE: gl.constexpr):
 @gluon.jit
 def multiply_values(p_smem, acc_o, n, keys, rings, state, TILE: gl.constexpr):
     """O^T += V^T P^T, (BLOCK_DV, BLOCK_M), begun, of the block from key n on."""
-    v_tile = wait_values(n, keys, rings, state, TILE)
+    v_tile = wait_values(n, keys, rings=rings, state=state, TILE=TILE)
     if TILE.CACHE == "":
         v_tile = v_tile.permute((1, 0))
     else:
-        v_tile = value_operand(rings.v.buffers.index(state.stage), p_smem.dtype, TILE)
+        v_tile = value_operand(rings.v.buffers.index(state.stage), p_smem.dtype, TILE=TILE)
     return warpgroup_mma(v_tile, p_smem.permute((1, 0)), acc_o, is_async=True)
 
 

@@ -46,9 +46,9 @@ def tile_of(
     shape = block_n, block_d, block_dv
     by_tma = is_box(page_size, block_n)
     if kept in CACHES:
-        return eight_bit_tile(CACHES[kept], shape, rows, row_scales, by_tma)
+        return eight_bit_tile(CACHES[kept], shape, rows=rows, row_scales=row_scales, by_tma=by_tma)
     if rows < ROWS:
-        return few_rows_tile(shape, rows, by_tma)
+        return few_rows_tile(shape, rows, by_tma=by_tma)
     is_wide = block_dv > 128
     q_stages = 1 if is_wide else 2
     used = 2 * q_stages * ROWS * block_d + 4 * ROWS * block_dv * is_wide + 1024

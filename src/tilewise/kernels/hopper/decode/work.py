@@ -75,7 +75,7 @@ def make_work_messages(READERS: gl.constexpr):
 @gluon.jit
 def receive_work(messages, state, WARPS: gl.constexpr = 4):
     """The next work, for a partition of WARPS warps."""
-    return Work(*receive(messages, state, FIELDS, WARPS))
+    return Work(*receive(messages, state, COUNT=FIELDS, WARPS=WARPS))
 
 
 @gluon.jit
@@ -108,14 +108,14 @@ def open_part(found, share, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
     if TILE.WARPGROUPS > 1 and FEATURES.RIGHT:
         place = tiles - 1 - place  # those that see the most keys first, so that all end together
     start = place * tokens
-    of_tile = tile_keys(start, seqlen_q, seqlen_k, call, FEATURES, ROWS)
+    of_tile = tile_keys(start, seqlen_q, seqlen_k=seqlen_k, call=call, FEATURES=FEATURES, ROWS=ROWS)
     first, count = pieces_of_part(part, division)
     piece = gl.maximum(first_seen + first, of_tile.piece)
     stop = gl.maximum(gl.minimum(first_seen + first + count, of_tile.stop), piece)
     return Work(
         PART, start, tile // tiles, found.batch, first_q, seqlen_q, seqlen_k,
         piece, stop, first_seen, division.length, parts, found.rows, part,
-        is_sliced(pieces, parts, seqlen_q, FEATURES, TILE.ROWS),
+        is_sliced(pieces, parts, seqlen_q=seqlen_q, FEATURES=FEATURES, ROWS=TILE.ROWS),
     )  # fmt: skip
 
 
@@ -127,7 +127,7 @@ def open_slice(
     tokens = ROWS // FEATURES.GROUP
     first_q, seqlen_q, seqlen_k, first_seen, _ = found.sequence
     length, _, parts = found.division
-    slices = gl.maximum(slices_of(seqlen_q, FEATURES, ROWS, BLOCK_DV), 1)
+    slices = gl.maximum(slices_of(seqlen_q, FEATURES, ROWS=ROWS, BLOCK_DV=BLOCK_DV), 1)
     tile = found.within // slices
     tiles = gl.maximum(gl.cdiv(seqlen_q, tokens), 1)
     return Work(
@@ -144,13 +144,13 @@ def half_of(work, WG: gl.constexpr, FEATURES: gl.constexpr, TILE: gl.constexpr):
         return work
     else:
         start = work.start + WG * (TILE.ROWS // FEATURES.GROUP)
-        return narrowed(work, start, work.piece, work.stop)
+        return narrowed(work, start, piece=work.piece, stop=work.stop)
 
 
 @gluon.jit
 def seen_of(work, call, FEATURES: gl.constexpr, ROWS: gl.constexpr):
     """A part without the pieces that its rows do not see."""
-    keys = keys_of(work, call, FEATURES, ROWS)
+    keys = keys_of(work, call, FEATURES=FEATURES, ROWS=ROWS)
     piece = gl.maximum(work.piece, keys.piece)
     return narrowed(work, work.start, piece, gl.maximum(gl.minimum(work.stop, keys.stop), piece))
 
@@ -168,8 +168,8 @@ def narrowed(work, start, piece, stop):
 def blocks_of(work, call, FEATURES: gl.constexpr, ROWS: gl.constexpr, N: gl.constexpr):
     """The blocks, counted from key 0, that a part of a tile of ROWS has."""
     split_size = call.sizes.split_size
-    keys = keys_of(work, call, FEATURES, ROWS)
-    first, _ = piece_keys(work.piece * split_size, split_size, keys, N)
+    keys = keys_of(work, call, FEATURES=FEATURES, ROWS=ROWS)
+    first, _ = piece_keys(work.piece * split_size, split_size, keys=keys, BLOCK_N=N)
     stop = gl.minimum(work.stop * split_size, keys.last)
     return first // N, gl.maximum(gl.cdiv(stop, N), first // N)
 
@@ -192,7 +192,7 @@ def keys_of(work, call, FEATURES: gl.constexpr, ROWS: gl.constexpr):
 @gluon.jit
 def lengths_in(work):
     """Positions are the diagonal's: query i stands on key seqlen_k - seqlen_q + i."""
-    return Lengths(work.seqlen_q, work.seqlen_k, 0)
+    return Lengths(work.seqlen_q, work.seqlen_k, diagonal=0)
 
 
 @gluon.jit
@@ -207,7 +207,7 @@ def tile_counter(work, counters, call, FEATURES: gl.constexpr):
 @gluon.jit
 def slices_in(work, FEATURES: gl.constexpr, ROWS: gl.constexpr, BLOCK_DV: gl.constexpr):
     """In how many slices a tile is folded."""
-    return slices_of(work.seqlen_q, FEATURES, ROWS, BLOCK_DV)
+    return slices_of(work.seqlen_q, FEATURES, ROWS=ROWS, BLOCK_DV=BLOCK_DV)
 
 
 @gluon.jit

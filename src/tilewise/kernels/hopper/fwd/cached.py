@@ -73,7 +73,7 @@ def why_in_pieces(cached: Cached, out: Tensor) -> str | None:
 def why_no_pages(cached: Cached) -> str | None:
     """Why the training forward does not read such pages."""
     k, v = cached.k, cached.v
-    tile = plan_for(cached.problem, cached.q, cached.extras).tile
+    tile = plan_for(cached.problem, cached.q, extras=cached.extras).tile
     page_size = k.shape[1]
     if not k.shape[0] or not is_box(page_size, tile.BLOCK_N):
         return f"pages of {page_size} keys are no boxes of TMA: powers of two from 8 on are"
@@ -89,7 +89,7 @@ def why_no_pages(cached: Cached) -> str | None:
 def plan_of(cached: Cached, out: Tensor, lse: Tensor) -> tuple[Plan, FwdArgs]:
     """What a chunk selects, and the kernel's arguments."""
     pages = pages_of(cached)
-    plan = plan_for(cached.problem, cached.q, cached.extras, pages=pages)
+    plan = plan_for(cached.problem, cached.q, extras=cached.extras, pages=pages)
     tensors = *cached[:3], out, lse, cached.extras
     return plan, arguments(cached.problem, plan, *tensors, cached.scalars, pages)
 
@@ -131,11 +131,11 @@ def forward(cached: Cached, out: Tensor, lse: Tensor) -> decode_step.DecodeStep 
     """
     is_empty = not out.numel() or not batch_of(cached.q, cached.extras.cu_seqlens_q)
     if is_empty or why_in_pieces(cached, out) is not None:
-        return decoding.forward(cached, out, lse)
+        return decoding.forward(cached, out, lse=lse)
     if cached.entry is not None:
         cached, out = distinct_cached(cached), out.detach()
     launched = Forward(cached.problem, cached.scalars)
     launched.first(*cached[:3], out, lse, cached.extras, pages_of(cached))
     if cached.entry is None or launched.relaunch is None:
         return None
-    return ChunkStep(cached, launched.relaunch, out, lse)
+    return ChunkStep(cached, launched.relaunch, out=out, lse=lse)

@@ -51,7 +51,7 @@ def drop_pairs(p, stream, m_start, n_start, rows, threshold, dtype: gl.constexpr
     # A thread's own part of the columns first, what is left are constants
     group_k = key_group(n_start) + key_group(columns & 6)
     group_k = (group_k + key_group(columns - (columns & 6))).to(gl.uint32)
-    w0, w1, w2, w3 = group_words(stream, group_q, group_k)
+    w0, w1, w2, w3 = group_words(stream, group_q, group_k=group_k)
     index = word_of(columns)
     bits = gl.where(index < 2, gl.where(index == 0, w0, w1), gl.where(index == 2, w2, w3))
     selector = 0x5150 + 0x101 * byte_of(rows, columns)

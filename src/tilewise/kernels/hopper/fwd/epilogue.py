@@ -48,7 +48,7 @@ def make_handovers(WARPGROUPS: gl.constexpr, FEATURES: gl.constexpr):
     if FEATURES.HEADDIM_V % TMA_UNIT == 0:
         return 0, 0
     else:
-        return make_barriers(WARPGROUPS, 1, 1)
+        return make_barriers(WARPGROUPS, 1, CONSUMERS=1)
 
 
 @gluon.jit
@@ -79,12 +79,12 @@ def finish_rows(
 ):
     """Stores the lse of 64 rows. Returns their queries, and 1 / l."""
     rows = WG * 64 + gl.arange(0, 64, m_i.type.layout)
-    heads = head_of_row(work.head, rows, FEATURES, TILE)
+    heads = head_of_row(work.head, rows, FEATURES=FEATURES, TILE=TILE)
     NATURAL: gl.constexpr = FEATURES.BIAS or FEATURES.SCORE_MOD is not None
     finished = finish(m_i, l_i, load_sink(call.optionals, heads, FEATURES), FEATURES, NATURAL)
 
-    q_idx = query_of_row(work.start, rows, TILE)
-    exists = q_idx < rows_in(work, call, FEATURES)
+    q_idx = query_of_row(work.start, rows, TILE=TILE)
+    exists = q_idx < rows_in(work, call, FEATURES=FEATURES)
     if TILE.PACK > 1:
         exists = exists & (rows % TILE.PACK < FEATURES.GROUP)
     batch, first_q = place_in(work, FEATURES)
@@ -105,17 +105,17 @@ def store_rows(
     """Stores 64 rows of O, which are in fp32; 0 in rows that are not used, which may hold NaN."""
     dtype: gl.constexpr = output.smem.dtype
     if FEATURES.HEADDIM_V % TMA_UNIT == 0:
-        place = place_of_rows(work, WG, FEATURES, TILE)
-        store_columns(out.to(dtype), output, WG, place, 0, FEATURES)
+        place = place_of_rows(work, WG, FEATURES=FEATURES, TILE=TILE)
+        store_columns(out.to(dtype), output, WG=WG, at=place, column=0, FEATURES=FEATURES)
         if FEATURES.PACKED:
             if work.seqlen_q < work.rows_q:
                 zeros = gl.full(out.shape, 0.0, dtype, out.type.layout)
-                store_columns(zeros, output, WG, place_of_padding(work, WG, TILE), 0, FEATURES)
+                store_columns(zeros, output, WG, place_of_padding(work, WG, TILE=TILE), 0, FEATURES)
     else:
         if FEATURES.PACKED:  # in fp32: halves would be unpacked and packed
             is_used = gl.convert_layout(q_idx < work.seqlen_q, row_of(out.type.layout))
             out = gl.where(is_used[:, None], out, 0.0)
-        hand_over(out.to(dtype), output, WG, parity)
+        hand_over(out.to(dtype), output, WG=WG, phase=parity)
 
 
 @gluon.jit
@@ -127,7 +127,7 @@ def place_of_rows(work, WG: gl.constexpr, FEATURES: gl.constexpr, TILE: gl.const
     if FEATURES.PACKED:
         return work.first_q + work.seqlen_q, work.seqlen_q, work.head, m_start
     else:
-        head_k, member = key_head(work.head, FEATURES, TILE)
+        head_k, member = key_head(work.head, FEATURES, TILE=TILE)
         return work.batch, head_k, m_start, member
 
 
@@ -146,7 +146,7 @@ def store_columns(out, output, WG: gl.constexpr, at, column: gl.constexpr, FEATU
     BUFFER: gl.constexpr = output.smem.shape[2]
     if out.shape[1] > BUFFER:
         left, right = gl.split(out.reshape([64, 2, out.shape[1] // 2]).permute(0, 2, 1))
-        store_columns(left, output, WG, at, column, FEATURES)
+        store_columns(left, output, WG=WG, at=at, column=column, FEATURES=FEATURES)
         store_columns(right, output, WG, at, column + out.shape[1] // 2, FEATURES)
     else:
         buffer = output.smem.index(WG)
@@ -166,8 +166,8 @@ def hand_over(out, output, WG: gl.constexpr, phase):
     BUFFER: gl.constexpr = output.smem.shape[2]
     if out.shape[1] > BUFFER:
         left, right = gl.split(out.reshape([64, 2, out.shape[1] // 2]).permute(0, 2, 1))
-        hand_over(left, output, WG, 0)
-        hand_over(right, output, WG, 1)
+        hand_over(left, output, WG=WG, phase=0)
+        hand_over(right, output, WG=WG, phase=1)
     else:
         mbarrier.wait(output.empty.index(WG), phase ^ 1)
         output.smem.index(WG).store(out)

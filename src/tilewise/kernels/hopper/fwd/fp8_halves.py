@@ -64,23 +64,23 @@ def attend_in_halves(
     messages_state = start()
     q_state = start()
     state = start()
-    work = receive_tile(rings.messages, messages_state, FEATURES)
+    work = receive_tile(rings.messages, messages_state, FEATURES=FEATURES)
     messages_state = advance(messages_state, 2)
 
     while work.start != END:
         wait_full(q_ring, q_state)
         wait_full(kv_ring, state)
         q_tile = q_ring.buffers.index(q_state.stage)
-        unit = load_unit(work, scales, FEATURES, TILE)
-        scale = scale_of(unit, call, FEATURES)
-        tile = open_rows(work, rows, call, FEATURES, TILE)
+        unit = load_unit(work, scales, FEATURES=FEATURES, TILE=TILE)
+        scale = scale_of(unit, call, FEATURES=FEATURES)
+        tile = open_rows(work, rows, call=call, FEATURES=FEATURES, TILE=TILE)
         left, right = no_half, no_half  # halves of O: (64, HALF)
         m_i = no_max
         l_i = no_sums(N, HALF)
         blocks = work.last + 1 - work.first
         for i in range(blocks):
             # A stage has K of this block, and V of the one before: S = Q K^T, (64, BLOCK_N)
-            pending_s = multiply_keys(q_tile, kv_ring, state, no_scores)
+            pending_s = multiply_keys(q_tile, kv_ring, state=state, no_scores=no_scores)
             by_integers = integers_suffice(m_i, 0.0)  # of the first block they do not
             s = warpgroup_mma_wait(0, deps=[pending_s])
             release_by_threads(kv_ring, state)
@@ -90,8 +90,8 @@ def attend_in_halves(
             wait_full(kv_ring, state)
             s, m_new = scores_of(s, tile, i, m_i, by_integers, unit, call, FEATURES, TILE)
             alpha = gl.exp2(m_i - m_new)
-            p, sums = exponentials(exponents(s, m_new, scale), HALF)
-            l_i = add_sums(l_i, alpha, sums)
+            p, sums = exponentials(exponents(s, m_new, scale=scale), HALF)
+            l_i = add_sums(l_i, alpha, sums=sums)
             m_i = m_new
             left = add_values(left, alpha, p, kv_ring, state, 0, no_half)
             right = add_values(right, alpha, p, kv_ring, state, 1, no_half)
@@ -101,7 +101,7 @@ def attend_in_halves(
         l_i = whole_sums(l_i, row_of(S_LAYOUT))
         acc_o = joined(left, right)
         write_tile(acc_o, m_i, l_i, work, output, scales, call, parity, WG, FEATURES, TILE)
-        work = receive_tile(rings.messages, messages_state, FEATURES)
+        work = receive_tile(rings.messages, messages_state, FEATURES=FEATURES)
         messages_state = advance(messages_state, 2)
     # TMA still reads the last tile from shared memory
     tma.store_wait(0)
@@ -112,4 +112,4 @@ def add_values(acc, alpha, p, kv_ring, state, PART: gl.constexpr, no_half):
     """A half of the columns of O = alpha O + P V."""
     v_half = kv_ring.v.index(state.stage).slice(PART * HALF, HALF, 0).permute((1, 0))
     pending = warpgroup_mma(p, v_half, no_half, use_acc=False, is_async=True)
-    return add_product(acc, alpha, warpgroup_mma_wait(0, deps=[pending]))
+    return add_product(acc, alpha, product=warpgroup_mma_wait(0, deps=[pending]))

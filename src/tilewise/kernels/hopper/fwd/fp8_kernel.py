@@ -42,25 +42,25 @@ def hopper_fp8_fwd_kernel(
     N: gl.constexpr = TILE.BLOCK_N
     D: gl.constexpr = TILE.BLOCK_D
     DV: gl.constexpr = TILE.BLOCK_DV
-    k_buffers = gl.allocate_shared_memory(dtype, [TILE.STAGES, N, D], shared(N, D, dtype))
-    v_buffers = gl.allocate_shared_memory(dtype, [TILE.STAGES, DV, N], shared(DV, N, dtype))
-    full, empty = make_barriers(TILE.STAGES, 1, 2 * 128)  # see `release_by_threads`
-    kv_ring = KVRing(k_buffers, v_buffers, full, empty)
+    k_buffers = gl.allocate_shared_memory(dtype, [TILE.STAGES, N, D], shared(N, D, dtype=dtype))
+    v_buffers = gl.allocate_shared_memory(dtype, [TILE.STAGES, DV, N], shared(DV, N, dtype=dtype))
+    full, empty = make_barriers(TILE.STAGES, 1, CONSUMERS=2 * 128)  # see `release_by_threads`
+    kv_ring = KVRing(k_buffers, v_buffers, full=full, empty=empty)
     messages = make_tile_messages(2, FEATURES)
     pingpong = make_pingpong() if takes_turns(DV) else 0
-    q_layout: gl.constexpr = shared(M, D, dtype)
+    q_layout: gl.constexpr = shared(M, D, dtype=dtype)
     q_0 = make_ring(dtype, [M, D], q_layout, TILE.Q_STAGES, 1, 128)
     q_1 = make_ring(dtype, [M, D], q_layout, TILE.Q_STAGES, 1, 128)
     OUT: gl.constexpr = min(DV, OUT_COLUMNS)
-    out_smem = gl.allocate_shared_memory(out_dtype, [2, M, OUT], shared(M, OUT, out_dtype))
+    out_smem = gl.allocate_shared_memory(out_dtype, [2, M, OUT], shared(M, OUT, dtype=out_dtype))
     if TILE.TRANSPOSES:
         values = make_values(DV)
     fence_async_shared()  # barriers are made before a copy arrives at one
 
-    output = Output(out_desc, out_smem, lse, 0, 0)
-    call = KernelCall(queue, optionals, sizes, numbers)
+    output = Output(out_desc, out_smem, lse=lse, full=0, empty=0)
+    call = KernelCall(queue, optionals, sizes=sizes, numbers=numbers)
     sources = Sources(q_desc, k_desc, v_desc, None, (0, 0), 0, transposing)
-    rings = Rings((q_0, q_1), kv_ring, messages)
+    rings = Rings((q_0, q_1), kv_ring, messages=messages)
     # setmaxnreg takes multiples of 8, of the registers that the program began with, 168 of each
     # thread: a load warp needs few
     if TILE.TRANSPOSES:

@@ -98,17 +98,17 @@ def attend_partition(
     state = start()
     phase = gl.to_tensor(0)
     if WG == 1:  # the other one begins
-        signal_pingpong(pingpong, WG, TILE)
+        signal_pingpong(pingpong, WG, TILE=TILE)
     # The first S overlaps with nothing. S = Q K^T: (64, BLOCK_N)
-    work = receive_tile(rings.messages, messages_state, FEATURES)
+    work = receive_tile(rings.messages, messages_state, FEATURES=FEATURES)
     messages_state = advance(messages_state, 2)
     has_tile = work.start != END if FEATURES.PACKED else True
     wait_full(q_ring, q_state, pred=has_tile)
     wait_full(kv_ring, state, pred=has_tile)
     q_tile = q_ring.buffers.index(q_state.stage)
-    pending_s = multiply_keys(q_tile, kv_ring, state, no_scores)
-    unit = load_unit(work, scales, FEATURES, TILE)
-    tile = open_rows(work, rows, call, FEATURES, TILE)
+    pending_s = multiply_keys(q_tile, kv_ring, state=state, no_scores=no_scores)
+    unit = load_unit(work, scales, FEATURES=FEATURES, TILE=TILE)
+    tile = open_rows(work, rows, call=call, FEATURES=FEATURES, TILE=TILE)
     s = warpgroup_mma_wait(0, deps=[pending_s])
     if has_tile:
         release_by_threads(kv_ring, state)
@@ -119,16 +119,16 @@ def attend_partition(
         acc_o = no_output  # (64, BLOCK_DV)
         l_i = no_sums(N, DV)
         alpha = no_alpha
-        scale = scale_of(unit, call, FEATURES)
+        scale = scale_of(unit, call, FEATURES=FEATURES)
         blocks = work.last + 1 - work.first
         for i in range(1, blocks):
             wait_full(kv_ring, state)
-            y = exponents(s, m_i, scale)
-            wait_pingpong(pingpong, phase, WG, TILE)
-            pending_s = multiply_keys(q_tile, kv_ring, state, no_scores)
+            y = exponents(s, m_i, scale=scale)
+            wait_pingpong(pingpong, phase, WG=WG, TILE=TILE)
+            pending_s = multiply_keys(q_tile, kv_ring, state=state, no_scores=no_scores)
             p, sums = exponentials(y, DV)
-            l_i = add_sums(l_i, alpha, sums)
-            signal_pingpong(pingpong, WG, TILE)
+            l_i = add_sums(l_i, alpha, sums=sums)
+            signal_pingpong(pingpong, WG, TILE=TILE)
             phase ^= 1
             pending_o = multiply_values(p, kv_ring, state, acc_o, no_output, TWO_LEVELS)
             by_integers = integers_suffice(m_i, LAG_OF_M)
@@ -139,11 +139,11 @@ def attend_partition(
             release_by_threads(kv_ring, state)
             state = advance(state, STAGES)
             if TWO_LEVELS:
-                acc_o = add_product(acc_o, alpha, product)
+                acc_o = add_product(acc_o, alpha, product=product)
                 alpha = gl.exp2(m_i - m_new)
             else:
                 m_new = gl.where(m_new - m_i > LAG, m_new, m_i)
-                alpha, grows = rescale_factors(m_i, m_new, work.start, False)
+                alpha, grows = rescale_factors(m_i, m_new, start=work.start, PINNED=False)
                 O_LAYOUT: gl.constexpr = fp8_accumulator(DV)
                 acc_o = rescale(product, row_factor(alpha, O_LAYOUT), row_factor(grows, O_LAYOUT))
             m_i = m_new
@@ -151,30 +151,30 @@ def attend_partition(
         # The last P V of this tile overlaps with the first S of the next
         release_by_threads(q_ring, q_state)
         q_state = advance(q_state, TILE.Q_STAGES)
-        upcoming = receive_tile(rings.messages, messages_state, FEATURES)
+        upcoming = receive_tile(rings.messages, messages_state, FEATURES=FEATURES)
         messages_state = advance(messages_state, 2)
         goes_on = upcoming.start != END
         wait_full(q_ring, q_state, pred=goes_on)
         wait_full(kv_ring, state)
         q_tile = q_ring.buffers.index(q_state.stage)
         # After the last tile S is computed from what lies there, and not used
-        y = exponents(s, m_i, scale)
-        wait_pingpong(pingpong, phase, WG, TILE)
-        pending_s = multiply_keys(q_tile, kv_ring, state, no_scores)
+        y = exponents(s, m_i, scale=scale)
+        wait_pingpong(pingpong, phase, WG=WG, TILE=TILE)
+        pending_s = multiply_keys(q_tile, kv_ring, state=state, no_scores=no_scores)
         p, sums = exponentials(y, DV)
-        l_i = add_sums(l_i, alpha, sums)
-        signal_pingpong(pingpong, WG, TILE)
+        l_i = add_sums(l_i, alpha, sums=sums)
+        signal_pingpong(pingpong, WG, TILE=TILE)
         phase ^= 1
         pending_o = multiply_values(p, kv_ring, state, acc_o, no_output, TWO_LEVELS)
-        unit = load_unit(upcoming, scales, FEATURES, TILE)
-        tile = open_rows(upcoming, rows, call, FEATURES, TILE)
+        unit = load_unit(upcoming, scales, FEATURES=FEATURES, TILE=TILE)
+        tile = open_rows(upcoming, rows, call=call, FEATURES=FEATURES, TILE=TILE)
         s = warpgroup_mma_wait(1, deps=[pending_s])
         s, m_begun = scores_of(s, tile, 0, no_max, None, unit, call, FEATURES, TILE)
         product = warpgroup_mma_wait(0, deps=[pending_o])
         release_by_threads(kv_ring, state)
         state = advance(state, STAGES)
         if TWO_LEVELS:
-            product = add_product(acc_o, alpha, product)
+            product = add_product(acc_o, alpha, product=product)
         parity = parity_of(q_state, TILE.Q_STAGES) ^ 1  # of this tile; q_state is the next one's
         l_i = whole_sums(l_i, row_of(S_LAYOUT))
         write_tile(product, m_i, l_i, work, output, scales, call, parity, WG, FEATURES, TILE)
@@ -263,7 +263,7 @@ def scores_of(
     qk = gl.convert_layout(qk, accumulator(TILE.BLOCK_N), assert_trivial=True)
     numbers = in_units(call.numbers, unit)
     call = KernelCall(call.queue, call.optionals, call.sizes, numbers, call.modifiers)
-    n_block = key_block(tile.work, i, call, FEATURES, TILE)
+    n_block = key_block(tile.work, i, call=call, FEATURES=FEATURES, TILE=TILE)
     return to_scores(
         qk, 0, tile, i, n_block, m_i, by_integers, call, gl.float32, True, FEATURES, TILE
     )
@@ -272,14 +272,14 @@ def scores_of(
 @gluon.jit
 def place_of_scale(work, scales, FEATURES: gl.constexpr, TILE: gl.constexpr):
     """Where the scales of a tile's sequence and key head are."""
-    head_k, _ = key_head(work.head, FEATURES, TILE)
+    head_k, _ = key_head(work.head, FEATURES, TILE=TILE)
     return work.batch * scales.nheads_k + head_k
 
 
 @gluon.jit
 def load_unit(work, scales, FEATURES: gl.constexpr, TILE: gl.constexpr):
     """What Q K^T of a tile is multiplied with."""
-    offset = place_of_scale(work, scales, FEATURES, TILE)
+    offset = place_of_scale(work, scales, FEATURES=FEATURES, TILE=TILE)
     is_tile = work.start != END
     q_scale = gl.load(scales.q + offset, mask=is_tile, other=0.0)
     return unit_of(q_scale, gl.load(scales.k + offset, mask=is_tile, other=0.0))
@@ -302,7 +302,7 @@ def in_units(numbers, unit):
 def scale_of(unit, call, FEATURES: gl.constexpr):
     """The factor that the exponent still has to apply to a score."""
     numbers = in_units(call.numbers, unit)
-    return exp_scale(Sequence(Lengths(0, 0, 0), 0.0, numbers), FEATURES)
+    return exp_scale(Sequence(Lengths(0, 0, diagonal=0), 0.0, numbers=numbers), FEATURES)
 
 
 @gluon.jit
@@ -320,14 +320,14 @@ def write_tile(
     TILE: gl.constexpr,
 ):
     """Rescales and stores 64 rows of O, and their lse. Tiles alternate in `parity`."""
-    offset = place_of_scale(work, scales, FEATURES, TILE)
+    offset = place_of_scale(work, scales, FEATURES=FEATURES, TILE=TILE)
     v_scale, means = gl.load(scales.v + offset), load_means(offset, scales, FEATURES, TILE)
     q_idx, factor = finish_rows(m_i - TOP, l_i, work, output, call, WG, FEATURES, TILE)
     O_LAYOUT: gl.constexpr = acc_o.type.layout
     out = acc_o * row_factor(factor * v_scale, O_LAYOUT)[:, None]
     if scales.v_mean is not None:
         # Probabilities sum up to 1, but for the sink's, which has no value; to 0 without keys
-        out = add_means(out, row_factor(l_i * factor, O_LAYOUT), means)
+        out = add_means(out, row_factor(l_i * factor, O_LAYOUT), means=means)
     store_rows(out, q_idx, work, output, parity, WG, FEATURES, TILE)
 
 
@@ -353,8 +353,8 @@ def add_means(out, share, means):
     """O + share x mean, of as many columns at a time: means reach threads by shared memory."""
     if len(means) > 1:
         left, right = gl.split(out.reshape([64, 2, out.shape[1] // 2]).permute(0, 2, 1))
-        left = add_means(left, share, means[:1])
-        right = add_means(right, share, means[1:])
+        left = add_means(left, share, means=means[:1])
+        right = add_means(right, share, means=means[1:])
         return joined(left, right)
     else:
         mean = gl.convert_layout(means[0], column_of(out.type.layout))

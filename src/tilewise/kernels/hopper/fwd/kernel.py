@@ -57,17 +57,17 @@ def hopper_fwd_kernel(
     WARPGROUPS: gl.constexpr = TILE.WARPGROUPS
     GROUPS: gl.constexpr = column_groups(TILE.BLOCK_D)
     STAGES: gl.constexpr = TILE.STAGES
-    k_buffers = gl.allocate_shared_memory(dtype, [STAGES * GROUPS, N, D], shared(N, D, dtype))
-    v_buffers = gl.allocate_shared_memory(dtype, [STAGES, N, DV], shared(N, DV, dtype))
-    full, empty = make_barriers(STAGES, 1, WARPGROUPS * 128)  # see `release_by_threads`
-    kv_ring = KVRing(k_buffers, v_buffers, full, empty)
+    k_buffers = gl.allocate_shared_memory(dtype, [STAGES * GROUPS, N, D], shared(N, D, dtype=dtype))
+    v_buffers = gl.allocate_shared_memory(dtype, [STAGES, N, DV], shared(N, DV, dtype=dtype))
+    full, empty = make_barriers(STAGES, 1, CONSUMERS=WARPGROUPS * 128)  # see `release_by_threads`
+    kv_ring = KVRing(k_buffers, v_buffers, full=full, empty=empty)
     BY_TMA: gl.constexpr = FEATURES.HEADDIM_V % TMA_UNIT == 0  # O goes out
     messages = make_tile_messages(WARPGROUPS if BY_TMA else WARPGROUPS + 1, FEATURES)
-    q_layout: gl.constexpr = shared(M, D, dtype)
+    q_layout: gl.constexpr = shared(M, D, dtype=dtype)
     q_0 = make_ring(dtype, [M, D], q_layout, TILE.Q_STAGES, 1, 128, 0, GROUPS)
     q_1 = make_ring(dtype, [M, D], q_layout, TILE.Q_STAGES, 1, 128, 0, GROUPS)
     OUT: gl.constexpr = out_columns(TILE.BLOCK_D, DV)
-    out_smem = gl.allocate_shared_memory(dtype, [WARPGROUPS, M, OUT], shared(M, OUT, dtype))
+    out_smem = gl.allocate_shared_memory(dtype, [WARPGROUPS, M, OUT], shared(M, OUT, dtype=dtype))
     q_2 = make_ring(dtype, [M, D], q_layout, TILE.Q_STAGES, 1, 128) if WARPGROUPS == 3 else q_1
     bias = make_biases(dtype, TILE)
     out_full, out_empty = make_handovers(WARPGROUPS, FEATURES)
@@ -75,14 +75,14 @@ def hopper_fwd_kernel(
 
     # setmaxnreg takes multiples of 8, of the registers that the program began with, 168 of each
     # thread or, of four warpgroups, 128: a load warp needs few
-    output = Output(out_desc, out_smem, lse, out_full, out_empty)
-    call = KernelCall(queue, optionals, sizes, numbers)
+    output = Output(out_desc, out_smem, lse=lse, full=out_full, empty=out_empty)
+    call = KernelCall(queue, optionals, sizes=sizes, numbers=numbers)
     table = 0 if optionals.pages is None else optionals.pages
     sources = Sources(q_desc, k_desc, v_desc, bias_desc, heads_per_batch, v_step, 0, table)
     if WARPGROUPS == 2:
-        rings = Rings((q_0, q_1), kv_ring, messages, bias)
+        rings = Rings((q_0, q_1), kv_ring, messages=messages, bias=bias)
     else:
-        rings = Rings((q_0, q_1, q_2), kv_ring, messages)
+        rings = Rings((q_0, q_1, q_2), kv_ring, messages=messages)
     if WARPGROUPS == 2 and BY_TMA:
         gl.warp_specialize(
             [

@@ -60,16 +60,16 @@ class TransposedBlock(NamedTuple):
 def nowhere(FEATURES: gl.constexpr, TILE: gl.constexpr):
     """Before the first block."""
     if TILE.FP8:
-        return TransposedBlock(0, 0, 0, 0)
+        return TransposedBlock(0, 0, row=0, column=0)
     elif FEATURES.RUNS:
         return no_block()
     elif TILE.PAGE > 0:
         pages = gl.zeros([32], gl.int32, LANE_LAYOUT) if TILE.PAGE < TILE.BLOCK_N else 0
-        return PagedKeyBlock(pages, 0, 0, 0, 0)
+        return PagedKeyBlock(pages, 0, head=0, n_start=0, seqlen_k=0)
     elif FEATURES.PACKED or FEATURES.SEQUSED_K:
-        return RaggedKeyBlock((0, 0), 0, 0, 0)
+        return RaggedKeyBlock((0, 0), 0, size=0, n_start=0)
     else:
-        return KeyBlock(0, 0, 0)
+        return KeyBlock(0, 0, n_start=0)
 
 
 @gluon.jit
@@ -81,9 +81,9 @@ def block_of(work, batch, head_k, n_start, sources, FEATURES: gl.constexpr, TILE
         if FEATURES.PACKED:
             first_k = work.first_k
             first = (first_k // V_COLUMNS + work.batch) * V_COLUMNS
-        return TransposedBlock(batch, head_k, first_k + n_start, first + n_start)
+        return TransposedBlock(batch, head_k, row=first_k + n_start, column=first + n_start)
     elif TILE.PAGE > 0:
-        keys = SeenKeys(0, work.seqlen_k, 0, 0)
+        keys = SeenKeys(0, work.seqlen_k, piece=0, stop=0)
         entries = first_entries(n_start, work, keys, sources.table, TILE.PAGE, TILE.BLOCK_N)
         pages = pages_of(entries, sources.table)
         return PagedKeyBlock(pages, entries.row, head_k, n_start, work.seqlen_k)
@@ -92,7 +92,7 @@ def block_of(work, batch, head_k, n_start, sources, FEATURES: gl.constexpr, TILE
         heads = head_k + batch * heads_k, head_k + batch * heads_v
         return RaggedKeyBlock(heads, work.first_k + work.seqlen_k, work.seqlen_k, n_start)
     else:
-        return KeyBlock(batch, head_k, n_start)
+        return KeyBlock(batch, head_k, n_start=n_start)
 
 
 @gluon.jit
@@ -115,10 +115,10 @@ def load_rows(
         heads, page_size = sources.heads_per_batch[WHICH], sources.table.page_size
         load_pages(desc, block, heads, page_size, full, buffer, pred, first, TILE)
     elif len(shape) == 5:
-        head, column = place_of_head(block.head[WHICH], step, first, FLAT)
+        head, column = place_of_head(block.head[WHICH], step, first=first, FLAT=FLAT)
         load_ragged(desc, block.stop, block.size, head, block.n_start, full, buffer, pred, column)
     else:
-        head, column = place_of_head(block.head, step, first, FLAT)
+        head, column = place_of_head(block.head, step, first=first, FLAT=FLAT)
         coordinates = [block.batch, head, block.n_start, column]
         tma_load(desc, coordinates, full, buffer.reshape(shape), pred=pred)
 
@@ -134,12 +134,12 @@ def load_pages(
     N: gl.constexpr = TILE.BLOCK_N
     rows = buffer.reshape([1, 1, 1, N, desc.block_type.shape[4]])
     for i in gl.static_range(N // BOX):
-        head = block.head + page_of(block.pages, i, BOX, N) * heads_per_page
+        head = block.head + page_of(block.pages, i, BOX=BOX, N=N) * heads_per_page
         if BOX < N:
-            row, used = 0, clamp(block.seqlen_k - block.n_start - i * BOX, 0, BOX)
+            row, used = 0, clamp(block.seqlen_k - block.n_start - i * BOX, 0, high=BOX)
         else:
             row = block.row
-            used = clamp(block.seqlen_k - block.n_start + row, 0, page_size)
+            used = clamp(block.seqlen_k - block.n_start + row, 0, high=page_size)
         coordinates = [BILLION, used, head, BILLION - used + row, column]
         tma_load(desc, coordinates, full, rows.slice(i * BOX, BOX, 3), pred=pred)
 

@@ -68,28 +68,28 @@ def load_partition(sources, rings, call, FEATURES: gl.constexpr, TILE: gl.conste
         call = KernelCall(call.queue, call.optionals, call.sizes, call.numbers, modifiers, runs)
         tiles = runs.tiles * call.queue.nheads
         while tile < tiles:
-            work = open_run(tile, call, FEATURES, TILE)
+            work = open_run(tile, call, FEATURES=FEATURES, TILE=TILE)
             progress, tile = load_tile(sources, rings, progress, work, call, FEATURES, TILE)
         has_values = True
     elif FEATURES.PACKED:
-        tile_found = find_tile(tile, Hint(0, 0), call, FEATURES, TILE)
+        tile_found = find_tile(tile, Hint(0, 0), call=call, FEATURES=FEATURES, TILE=TILE)
         while tile_found.is_tile:
             m_start = tile_found.m_block * TILE.BLOCK_M
             work = open_ragged(m_start, tile_found.head, tile_found.batch, call, FEATURES, TILE)
             progress, tile = load_tile(sources, rings, progress, work, call, FEATURES, TILE)
-            tile_found = find_tile(tile, tile_found.hint, call, FEATURES, TILE)
+            tile_found = find_tile(tile, tile_found.hint, call=call, FEATURES=FEATURES, TILE=TILE)
         tiles = tile_found.tiles
         has_values = progress.has_prev  # there may have been no tile
     else:
         tiles = call.queue.tiles
         while tile < tiles:
-            work = open_in_batch(tile, call, FEATURES, TILE)
+            work = open_in_batch(tile, call, FEATURES=FEATURES, TILE=TILE)
             progress, tile = load_tile(sources, rings, progress, work, call, FEATURES, TILE)
         has_values = True
-    reset_counter(call.queue, tile, tiles)
+    reset_counter(call.queue, tile, tiles=tiles)
     prev = progress.prev_block
     load_kv(rings.kv_ring, progress.kv_state, sources, prev, False, prev, has_values, TILE)
-    send(rings.messages, progress.messages, no_more(END, FEATURES))
+    send(rings.messages, progress.messages, fields=no_more(END, FEATURES))
     if TILE.TRANSPOSES:
         leave(sources.transposing, 1)
 
@@ -101,10 +101,10 @@ def load_tile(sources, rings, progress, work, call, FEATURES: gl.constexpr, TILE
     """
     WARPGROUPS: gl.constexpr = TILE.WARPGROUPS
     messages_state, q_state, kv_state, bias_state, prev_block, has_prev = progress
-    send(rings.messages, messages_state, work)
+    send(rings.messages, messages_state, fields=work)
     messages_state = advance(messages_state, 2)
     batch, first_q = place_in(work, FEATURES)
-    head_k, member = key_head(work.head, FEATURES, TILE)
+    head_k, member = key_head(work.head, FEATURES, TILE=TILE)
     for i in gl.static_range(WARPGROUPS):
         m_start = first_q + work.start + i * (64 // TILE.PACK)
         load_queries(rings.q[i], q_state, sources.q, (batch, head_k, m_start, member), TILE)
@@ -117,10 +117,10 @@ def load_tile(sources, rings, progress, work, call, FEATURES: gl.constexpr, TILE
         # to a program with a long tile still before it, and others would wait for that at the
         # end (headdim 256 causal, 16Ki: 0.97 of FlashAttention-3)
         fetched = fetch_next_tile(call.queue, i == last)
-        n_start = key_block(work, i, call, FEATURES, TILE) * TILE.BLOCK_N
+        n_start = key_block(work, i, call=call, FEATURES=FEATURES, TILE=TILE) * TILE.BLOCK_N
         if FEATURES.RUNS:
             arrived = await_keys(work, head_k, n_start, prev_block.arrived, call.runs, TILE)
-            block = arrived_block(work, head_k, n_start, arrived, call.runs)
+            block = arrived_block(work, head_k, n_start=n_start, arrived=arrived, runs=call.runs)
         else:
             block = block_of(work, batch, head_k, n_start, sources, FEATURES, TILE)
         if TILE.TRANSPOSES:
@@ -165,7 +165,7 @@ def load_kv(kv_ring, state, sources, keys, has_keys, values, has_values, TILE: g
     mbarrier.expect(full, K_BYTES, pred=has_keys & (not has_values))
     mbarrier.expect(full, V_BYTES, pred=(not has_keys) & has_values)
     k, v = kv_ring.k.index(state.stage * GROUPS), kv_ring.v.index(state.stage)
-    load_rows(sources, keys, 0, full, k, has_keys, 0, TILE)
+    load_rows(sources, keys, WHICH=0, full=full, buffer=k, pred=has_keys, step=0, TILE=TILE)
     for group in gl.static_range(1, GROUPS):
         k = kv_ring.k.index(state.stage * GROUPS + group)
         load_rows(sources, keys, 0, full, k, has_keys, 0, TILE, group * k.shape[1])

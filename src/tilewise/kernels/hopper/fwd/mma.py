@@ -70,7 +70,7 @@ def attend_partition(
     MASKED: gl.constexpr = (
         FEATURES.LEFT or FEATURES.RIGHT or FEATURES.ENDS or FEATURES.MASK_MOD is not None
     )
-    UNEVEN: gl.constexpr = is_uneven(TILE.WARPGROUPS, TILE.BLOCK_N, FEATURES.RIGHT)
+    UNEVEN: gl.constexpr = is_uneven(TILE.WARPGROUPS, TILE.BLOCK_N, is_banded=FEATURES.RIGHT)
     # Waited for before the exponentials, the next step needs no wait after them; but with two
     # stages it has not landed that early
     EARLY: gl.constexpr = STAGES > 2
@@ -89,7 +89,7 @@ def attend_partition(
     no_scores = gl.zeros([64, N], gl.float32, S_LAYOUT)
     no_sums = row_sums(no_scores)
     no_max = gl.full([64], float("-inf"), gl.float32, row_of(S_LAYOUT))
-    scale = exp_scale(Sequence(Lengths(0, 0, 0), 0.0, call.numbers), FEATURES)
+    scale = exp_scale(Sequence(Lengths(0, 0, diagonal=0), 0.0, numbers=call.numbers), FEATURES)
     NATURAL: gl.constexpr = FEATURES.BIAS or FEATURES.SCORE_MOD is not None
     modifiers = modifiers_of(call.optionals)
     call = KernelCall(call.queue, call.optionals, call.sizes, call.numbers, modifiers)
@@ -98,27 +98,27 @@ def attend_partition(
     q_state = start()
     state = start()
     # The first S overlaps with nothing. S = Q K^T: (64, BLOCK_N)
-    work = receive_tile(rings.messages, messages_state, FEATURES)
+    work = receive_tile(rings.messages, messages_state, FEATURES=FEATURES)
     messages_state = advance(messages_state, 2)
-    split = split_blocks(work, WG, call, FEATURES, TILE)
+    split = split_blocks(work, WG, call=call, FEATURES=FEATURES, TILE=TILE)
     # Of packed sequences only the device knows how many tiles there are: there may be none for us,
     # and then nothing comes. S is computed from what lies there, as after the last tile.
     has_tile = work.start != END if FEATURES.PACKED else True
     wait_full(q_ring, q_state, pred=has_tile)
     wait_full(kv_ring, state, pred=has_tile)
-    q_tile = query_tile(q_ring, q_state, TILE)
-    pending_s = multiply_keys(q_tile, kv_ring, state, no_scores, TILE)
-    tile = open_rows(work, rows, call, FEATURES, TILE)
-    n_block = key_block(work, 0, call, FEATURES, TILE)
-    bias = prefetch_bias(tile, n_block, call, FEATURES, TILE)
+    q_tile = query_tile(q_ring, q_state, TILE=TILE)
+    pending_s = multiply_keys(q_tile, kv_ring, state=state, no_scores=no_scores, TILE=TILE)
+    tile = open_rows(work, rows, call=call, FEATURES=FEATURES, TILE=TILE)
+    n_block = key_block(work, 0, call=call, FEATURES=FEATURES, TILE=TILE)
+    bias = prefetch_bias(tile, n_block, call=call, FEATURES=FEATURES, TILE=TILE)
     s = warpgroup_mma_wait(0, deps=[pending_s])
-    bias = copied_bias(bias, rings.bias, WG, 0, has_tile, TILE)
+    bias = copied_bias(bias, rings.bias, WG=WG, parity=0, pred=has_tile, TILE=TILE)
     if has_tile:
         release_by_threads(kv_ring, state)
     state = advance(state, STAGES)
     s, m_i = to_scores(s, bias, tile, 0, n_block, no_max, None, call, dtype, True, FEATURES, TILE)
-    release_bias(rings.bias, WG, TILE)
-    exponent = in_exponent(no_max, m_i, scale, FEATURES)
+    release_bias(rings.bias, WG, TILE=TILE)
+    exponent = in_exponent(no_max, m_i, scale=scale, FEATURES=FEATURES)
     p, alpha = exponentials(s, exponent.m_before, exponent.m_i, exponent.factor, True)
     step = softmax_step(p, m_i, alpha, no_sums, tile, n_block, call, dtype, FEATURES, TILE)
     if EARLY:
@@ -130,9 +130,9 @@ def attend_partition(
             n_block = key_block(work, i, call, FEATURES, TILE)  # a list may have to be read
             if not EARLY:
                 wait_full(kv_ring, state)
-            pending_s = multiply_keys(q_tile, kv_ring, state, no_scores, TILE)
-            pending_o = multiply_values(step.p, kv_ring, state, acc_o)
-            bias = prefetch_bias(tile, n_block, call, FEATURES, TILE)
+            pending_s = multiply_keys(q_tile, kv_ring, state=state, no_scores=no_scores, TILE=TILE)
+            pending_o = multiply_values(step.p, kv_ring, state=state, acc_o=acc_o)
+            bias = prefetch_bias(tile, n_block, call=call, FEATURES=FEATURES, TILE=TILE)
             by_integers = integers_suffice(step.m_i, THRESHOLD)  # a vote, before the wait for S
             s = warpgroup_mma_wait(1, deps=[pending_s])
             bias = copied_bias(bias, rings.bias, WG, parity_of(state, STAGES), True, TILE)
@@ -154,8 +154,8 @@ def attend_partition(
                 TILE,
             )
             m_i = lagging_max(step.m_i, m_i)
-            release_bias(rings.bias, WG, TILE)
-            m_before, m_ref, factor = in_exponent(step.m_i, m_i, scale, FEATURES)
+            release_bias(rings.bias, WG, TILE=TILE)
+            m_before, m_ref, factor = in_exponent(step.m_i, m_i, scale=scale, FEATURES=FEATURES)
             if PINNED:
                 alpha, grows = rescale_factors(m_before, m_ref, work.start, not QUARTER)
             if QUARTER:
@@ -166,23 +166,23 @@ def attend_partition(
             release_by_threads(kv_ring, state)
             state = advance(state, STAGES)
             if not PINNED:
-                alpha, grows = rescale_factors(m_before, m_ref, work.start, False)
+                alpha, grows = rescale_factors(m_before, m_ref, start=work.start, PINNED=False)
             # Before the exponentials: behind a branch at their end, no conversion to P would stand
             # beside them (headdim 128 causal, 16Ki: 0.957 of FlashAttention-3, and 0.995)
             acc_o = rescale(acc_o, row_factor(alpha, O_LAYOUT), row_factor(grows, O_LAYOUT))
             if QUARTER:
                 p = exponentials_in(s, m_ref, factor, 1, 4, False, NATURAL)
             else:
-                p, _ = exponentials(s, m_before, m_ref, factor, True)
+                p, _ = exponentials(s, m_before, m_new=m_ref, exp_scale=factor, MASKED=True)
             step = softmax_step(p, m_i, alpha, step.l_i, tile, n_block, call, dtype, FEATURES, TILE)
         if UNEVEN:
-            state = skip(kv_ring, state, split.idle, STAGES)
+            state = skip(kv_ring, state, count=split.idle, STAGES=STAGES)
 
         # The last P V of this tile overlaps with the first S of the next
         if not ONE_Q or split.blocks < 2:
             release_by_threads(q_ring, q_state)
         q_state = advance(q_state, TILE.Q_STAGES)
-        upcoming = receive_tile(rings.messages, messages_state, FEATURES)
+        upcoming = receive_tile(rings.messages, messages_state, FEATURES=FEATURES)
         messages_state = advance(messages_state, 2)
         goes_on = upcoming.start != END
         wait_full(q_ring, q_state, pred=goes_on)
@@ -192,19 +192,19 @@ def attend_partition(
             for _ in range(split.masked):
                 k_state = advance(k_state, STAGES)
                 wait_full(kv_ring, k_state)
-        q_tile = query_tile(q_ring, q_state, TILE)
+        q_tile = query_tile(q_ring, q_state, TILE=TILE)
         # After the last tile S is computed from what lies there, and not used
-        pending_s = multiply_keys(q_tile, kv_ring, k_state, no_scores, TILE)
-        pending_o = multiply_values(step.p, kv_ring, state, acc_o)
-        tile = open_rows(upcoming, rows, call, FEATURES, TILE)
-        n_block = key_block(upcoming, 0, call, FEATURES, TILE)
-        bias = prefetch_bias(tile, n_block, call, FEATURES, TILE)
+        pending_s = multiply_keys(q_tile, kv_ring, state=k_state, no_scores=no_scores, TILE=TILE)
+        pending_o = multiply_values(step.p, kv_ring, state=state, acc_o=acc_o)
+        tile = open_rows(upcoming, rows, call=call, FEATURES=FEATURES, TILE=TILE)
+        n_block = key_block(upcoming, 0, call=call, FEATURES=FEATURES, TILE=TILE)
+        bias = prefetch_bias(tile, n_block, call=call, FEATURES=FEATURES, TILE=TILE)
         s = warpgroup_mma_wait(1, deps=[pending_s])
         bias = copied_bias(bias, rings.bias, WG, parity_of(state, STAGES), goes_on, TILE)
         s, m_i = to_scores(
             s, bias, tile, 0, n_block, no_max, None, call, dtype, True, FEATURES, TILE
         )
-        release_bias(rings.bias, WG, TILE)
+        release_bias(rings.bias, WG, TILE=TILE)
         acc_o = warpgroup_mma_wait(0, deps=[pending_o])
         if UNEVEN:
             for _ in range(split.masked):
@@ -212,7 +212,7 @@ def attend_partition(
                 state = advance(state, STAGES)
         release_by_threads(kv_ring, state)
         state = advance(state, STAGES)
-        exponent = in_exponent(no_max, m_i, scale, FEATURES)
+        exponent = in_exponent(no_max, m_i, scale=scale, FEATURES=FEATURES)
         p, alpha = exponentials(s, exponent.m_before, exponent.m_i, exponent.factor, True)
         begun = softmax_step(p, m_i, alpha, no_sums, tile, n_block, call, dtype, FEATURES, TILE)
         l_i = whole_sums(step.l_i, row_of(S_LAYOUT))
@@ -220,7 +220,7 @@ def attend_partition(
         write_tile(acc_o, step.m_i, l_i, work, output, call, parity, WG, FEATURES, TILE)
         step = begun
         work = upcoming
-        split = split_blocks(work, WG, call, FEATURES, TILE)
+        split = split_blocks(work, WG, call=call, FEATURES=FEATURES, TILE=TILE)
         if EARLY:
             wait_full(kv_ring, state, pred=goes_on & (split.blocks > 1))
     # TMA still reads the last tile from shared memory
@@ -239,22 +239,22 @@ def is_uneven(warpgroups, block_n, is_banded):
 def split_blocks(work, WG: gl.constexpr, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
     """What a warpgroup does with the blocks of a tile: it computes with all where they are even."""
     blocks = work.last + 1 - work.first
-    if not is_uneven(TILE.WARPGROUPS, TILE.BLOCK_N, FEATURES.RIGHT):
-        return BlockSplit(blocks, 0, 0)
+    if not is_uneven(TILE.WARPGROUPS, TILE.BLOCK_N, is_banded=FEATURES.RIGHT):
+        return BlockSplit(blocks, 0, idle=0)
     else:
         ROWS: gl.constexpr = 64 // TILE.PACK
         m_start = work.start + WG * ROWS
-        has_rows = m_start < rows_in(work, call, FEATURES)
+        has_rows = m_start < rows_in(work, call, FEATURES=FEATURES)
         masked = 0
         if FEATURES.RIGHT:
-            lengths = lengths_in(work, call, FEATURES)
+            lengths = lengths_in(work, call, FEATURES=FEATURES)
             last_seen = m_start + ROWS - 1 + lengths.diagonal + call.numbers.right
             masked = work.last - gl.maximum(last_seen // TILE.BLOCK_N, work.first)
             # While it holds the last V it saw, the ring has no room for more to pass
             masked = gl.maximum(gl.minimum(masked, TILE.STAGES - 1), 0)
             masked = gl.where(has_rows, masked, 0)
         idle = gl.where(has_rows, 0, blocks - 1)
-        return BlockSplit(blocks - masked - idle, masked, idle)
+        return BlockSplit(blocks - masked - idle, masked, idle=idle)
 
 
 @gluon.jit

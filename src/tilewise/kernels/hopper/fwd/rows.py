@@ -24,12 +24,12 @@ def head_of_row(head, rows, FEATURES: gl.constexpr, TILE: gl.constexpr):
 @gluon.jit
 def rows_of(x, work, rows, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
     """Where rows of a tile begin in a `Strided` tensor, and which of them exist."""
-    q_idx = query_of_row(work.start, rows, TILE)
-    exists = q_idx < rows_in(work, call, FEATURES)
+    q_idx = query_of_row(work.start, rows, TILE=TILE)
+    exists = q_idx < rows_in(work, call, FEATURES=FEATURES)
     if TILE.PACK > 1:
         exists = exists & (rows % TILE.PACK < FEATURES.GROUP)
     batch, first_q = place_in(work, FEATURES)
-    heads = gl.to_tensor(head_of_row(work.head, rows, FEATURES, TILE))
+    heads = gl.to_tensor(head_of_row(work.head, rows, FEATURES=FEATURES, TILE=TILE))
     begins = x.ptr + gl.to_tensor(batch).to(gl.int64) * x.batch + heads.to(gl.int64) * x.head
     # Another in each tile to the compiler, which else keeps its products, more than registers hold
     step = gl.where(work.start >= 0, x.row, 0)

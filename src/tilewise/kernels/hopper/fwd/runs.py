@@ -98,7 +98,7 @@ def open_runs(runs):
 @gluon.jit
 def no_block():
     """Before the first block, when nothing is known to have arrived."""
-    return ArrivedBlock((0, 0), 0, 0, 0, 0)
+    return ArrivedBlock((0, 0), 0, size=0, n_start=0, arrived=0)
 
 
 @gluon.jit
@@ -120,24 +120,24 @@ def open_run(tile, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
     first_k = gl.load(entry + 3)
     seqlen_k = gl.load(entry + 4)
     diagonal = gl.load(entry + 5)
-    lengths = Lengths(seqlen_q, seqlen_k, diagonal)
-    seq = Sequence(lengths, 0.0, call.numbers, 0, head, call.modifiers)
-    blocks = visited(m_start, seq, FEATURES, TILE)
+    lengths = Lengths(seqlen_q, seqlen_k, diagonal=diagonal)
+    seq = Sequence(lengths, 0.0, numbers=call.numbers, batch=0, head=head, modifiers=call.modifiers)
+    blocks = visited(m_start, seq, FEATURES=FEATURES, TILE=TILE)
     last = gl.maximum(blocks.stop - 1, blocks.first)
     return Ragged(
         m_start,
         head,
-        0,
-        last,
-        blocks.first,
-        blocks.full_first,
-        blocks.full_stop,
-        seqlen_q,
-        seqlen_k,
-        diagonal,
-        first_q,
-        first_k,
-        seqlen_q,
+        batch=0,
+        last=last,
+        first=blocks.first,
+        full_first=blocks.full_first,
+        full_stop=blocks.full_stop,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        diagonal=diagonal,
+        first_q=first_q,
+        first_k=first_k,
+        rows_q=seqlen_q,
     )
 
 
@@ -147,7 +147,7 @@ def arrived_block(work, head_k, n_start, arrived, runs):
     group = head_k // runs.heads
     head = head_k - group * runs.heads
     stop = group * runs.rows + work.first_k + work.seqlen_k
-    return ArrivedBlock((head, head), stop, work.seqlen_k, n_start, arrived)
+    return ArrivedBlock((head, head), stop, size=work.seqlen_k, n_start=n_start, arrived=arrived)
 
 
 @gluon.jit

@@ -37,25 +37,25 @@ class TileRows(NamedTuple):
 @gluon.jit
 def open_rows(work, rows, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
     """The rows of a tile, with what is loaded once for all its blocks."""
-    slope_log2 = slope_of(work, call.optionals, rows, FEATURES, TILE)
+    slope_log2 = slope_of(work, call.optionals, rows=rows, FEATURES=FEATURES, TILE=TILE)
     stream = 0
     if FEATURES.DROPOUT:
-        stream = stream_of(call.optionals.dropout_rng, work.batch, work.head)
+        stream = stream_of(call.optionals.dropout_rng, work.batch, head=work.head)
     interval = RowInterval(0, 0)
     if FEATURES.ENDS:
         q_idx = gl.maximum(work.start, 0) + rows  # memory is read there, after the last tile, too
-        interval = load_ends(q_idx, work.batch, work.head, call.modifiers.mask_tensors)
-    return TileRows(work, rows, slope_log2, stream, interval)
+        interval = load_ends(q_idx, work.batch, head=work.head, ends=call.modifiers.mask_tensors)
+    return TileRows(work, rows, slope_log2=slope_log2, stream=stream, interval=interval)
 
 
 @gluon.jit
 def slope_of(work, optionals, rows, FEATURES: gl.constexpr, TILE: gl.constexpr):
     """The ALiBi slope of the tile's head, or one for each row where heads share a tile."""
     if TILE.PACK > 1 and FEATURES.ALIBI:
-        heads = head_of_row(work.head, rows, FEATURES, TILE)
-        return load_slope(optionals, work.batch, heads, FEATURES)[:, None]
+        heads = head_of_row(work.head, rows, FEATURES=FEATURES, TILE=TILE)
+        return load_slope(optionals, work.batch, head=heads, FEATURES=FEATURES)[:, None]
     else:
-        return load_slope(optionals, work.batch, work.head, FEATURES)
+        return load_slope(optionals, work.batch, head=work.head, FEATURES=FEATURES)
 
 
 @gluon.constexpr_function
@@ -71,7 +71,7 @@ def prefetch_bias(tile, n_block, call, FEATURES: gl.constexpr, TILE: gl.constexp
     """The bias of a block, loaded while its S is computed, where registers hold both."""
     if FEATURES.BIAS and not TILE.BIAS_COPIED:
         if is_prefetched(call.modifiers.bias.ptr.dtype.element_ty):
-            return load_bias(tile.work, tile.rows, n_block, call, TILE)
+            return load_bias(tile.work, tile.rows, n_block=n_block, call=call, TILE=TILE)
         else:
             return 0
     else:
@@ -106,15 +106,15 @@ def to_scores(
         HAS_SCORE_MOD or HAS_MASK_MOD or FEATURES.ENDS
     ):  # they may read memory at these positions, after the last tile, too
         m_start = gl.maximum(m_start, 0)
-    q_idx = query_of_row(m_start, tile.rows, TILE)[:, None]
+    q_idx = query_of_row(m_start, tile.rows, TILE=TILE)[:, None]
     n_start = n_block * TILE.BLOCK_N
     k_idx, seq = keys_of(n_start, tile, call, HAS_SCORE_MOD, False, FEATURES, TILE)
-    s = score_without_bias(qk, q_idx, k_idx, seq, FEATURES).s
+    s = score_without_bias(qk, q_idx, k_idx=k_idx, seq=seq, FEATURES=FEATURES).s
     if FEATURES.BIAS:
         if TILE.BIAS_COPIED or is_prefetched(call.modifiers.bias.ptr.dtype.element_ty):
-            s = add_bias(s, bias, dtype)
+            s = add_bias(s, bias, dtype=dtype)
         else:
-            s = add_bias(s, load_bias(work, tile.rows, n_block, call, TILE), gl.float32)
+            s = add_bias(s, load_bias(work, tile.rows, n_block, call, TILE), dtype=gl.float32)
     # The unit of m, which is natural where something is added
     scale = exp_scale(seq, FEATURES)
     if FEATURES.BIAS or FEATURES.SCORE_MOD is not None:
@@ -122,17 +122,17 @@ def to_scores(
     # Not those of the score function, whose positions would be kept for this
     k_idx, seq = keys_of(n_start, tile, call, HAS_MASK_MOD, HAS_SCORE_MOD, FEATURES, TILE)
     if not MASKED:
-        m_i = running_max_of(s, m_i, scale, by_integers)
-    elif needs_mask(work, i, n_block, FEATURES):
+        m_i = running_max_of(s, m_i, scale=scale, by_integers=by_integers)
+    elif needs_mask(work, i, n_block=n_block, FEATURES=FEATURES):
         if FEATURES.ENDS:
             first, stop = tile.interval.first[:, None], tile.interval.stop[:, None]
             stop = gl.minimum(stop - seq.origin, seq.lengths.seqlen_k)
             s = hide_outside(s, RowInterval(first - seq.origin, stop))
         else:
-            s = hide(s, q_idx, k_idx, seq, FEATURES)
-        m_i = running_max(s, m_i, scale)
+            s = hide(s, q_idx, k_idx=k_idx, seq=seq, FEATURES=FEATURES)
+        m_i = running_max(s, m_i, exp_scale=scale)
     else:
-        m_i = running_max_of(s, m_i, scale, by_integers)
+        m_i = running_max_of(s, m_i, scale=scale, by_integers=by_integers)
     return s, m_i
 
 
@@ -151,21 +151,21 @@ def keys_of(
     positions.
     """
     work = tile.work
-    lengths = lengths_in(work, call, FEATURES)
+    lengths = lengths_in(work, call, FEATURES=FEATURES)
     offs_n = gl.arange(0, TILE.BLOCK_N, column_of(accumulator(TILE.BLOCK_N)))
     origin = 0
     if TRUE:
         k_idx = true_keys(offs_n[None, :], n_start)
     else:
         origin = n_start + (offs_n[None, :] & 6)
-        k_idx, lengths = from_block(offs_n[None, :], n_start, lengths)
+        k_idx, lengths = from_block(offs_n[None, :], n_start, lengths=lengths)
     seq = Sequence(
         lengths,
         tile.slope_log2,
-        call.numbers,
-        work.batch,
-        work.head,
-        call.modifiers,
+        numbers=call.numbers,
+        batch=work.batch,
+        head=work.head,
+        modifiers=call.modifiers,
         origin=origin,
     )
     return k_idx, seq
@@ -182,7 +182,7 @@ def from_block(column, n_start, lengths):
     """
     before = n_start + (column & 6)
     seqlen_k, diagonal = lengths.seqlen_k - before, lengths.diagonal - before
-    return column - (column & 6), Lengths(lengths.seqlen_q, seqlen_k, diagonal)
+    return column - (column & 6), Lengths(lengths.seqlen_q, seqlen_k, diagonal=diagonal)
 
 
 @gluon.jit

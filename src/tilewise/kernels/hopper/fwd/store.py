@@ -28,12 +28,12 @@ def rows_at_a_time(columns, piece):
 def store_partition(rings, output, call, v_step, FEATURES: gl.constexpr, TILE: gl.constexpr):
     messages_state = start()
     parity = gl.to_tensor(0)
-    work = receive_tile(rings.messages, messages_state, FEATURES, WARPS)
+    work = receive_tile(rings.messages, messages_state, FEATURES=FEATURES, WARPS=WARPS)
     while work.start != END:
         store_tile(output, work, parity, call, v_step, FEATURES, TILE)
         parity ^= 1
         messages_state = advance(messages_state, 2)
-        work = receive_tile(rings.messages, messages_state, FEATURES, WARPS)
+        work = receive_tile(rings.messages, messages_state, FEATURES=FEATURES, WARPS=WARPS)
 
 
 @gluon.jit
@@ -44,7 +44,7 @@ def store_tile(output, work, parity, call, v_step, FEATURES: gl.constexpr, TILE:
     BUFFER: gl.constexpr = output.smem.shape[2]
     shift = 0
     if TILE.V_FLAT:  # columns of the head before
-        head_k, _ = key_head(work.head, FEATURES, TILE)
+        head_k, _ = key_head(work.head, FEATURES, TILE=TILE)
         shift = head_k * v_step % TMA_UNIT
     for i in range(WARPGROUPS * DV // BUFFER):  # not unrolled: its addresses would spill
         half, warpgroup = i // WARPGROUPS, i % WARPGROUPS
@@ -59,7 +59,7 @@ def store_rows(output, work, warpgroup, column, call, FEATURES: gl.constexpr, TI
     """Stores the buffer of a warpgroup, columns of O from `column` on."""
     BUFFER: gl.constexpr = output.smem.shape[2]
     PIECE: gl.constexpr = piece_of(FEATURES.HEADDIM_V)
-    LAYOUT: gl.constexpr = in_pieces(BUFFER, PIECE, WARPS)
+    LAYOUT: gl.constexpr = in_pieces(BUFFER, PIECE, warps=WARPS)
     ROWS: gl.constexpr = rows_at_a_time(BUFFER, PIECE)
     columns = column + gl.arange(0, BUFFER, gl.SliceLayout(0, LAYOUT))
     buffer = output.smem.index(warpgroup)

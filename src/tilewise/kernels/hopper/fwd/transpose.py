@@ -117,9 +117,9 @@ def writing(columns):
 @gluon.jit
 def make_values(DV: gl.constexpr):
     """Buffers for blocks of V, (KEYS, DV), which the warps that read them empty themselves."""
-    layout: gl.constexpr = shared(KEYS, DV, gl.uint8)
+    layout: gl.constexpr = shared(KEYS, DV, dtype=gl.uint8)
     buffers = gl.allocate_shared_memory(gl.uint8, [STAGES, KEYS, DV], layout)
-    return Ring(buffers, make_barrier(STAGES, 1), 0)
+    return Ring(buffers, make_barrier(STAGES, 1), empty=0)
 
 
 @gluon.jit
@@ -129,7 +129,7 @@ def transpose_partition(values, ring, transposing, call, FEATURES: gl.constexpr)
     """
     state = start()
     block = take_block(transposing)
-    copy_block(values, ring, state, block, transposing)
+    copy_block(values, ring, state=state, block=block, transposing=transposing)
     upcoming = take_block(transposing)
     while block < transposing.blocks:
         copy_block(values, ring, advance(state, STAGES), upcoming, transposing)
@@ -185,15 +185,15 @@ def transpose_block(ring, state, block, transposing, call, FEATURES: gl.constexp
     DV: gl.constexpr = ring.buffers.shape[2]
     N: gl.constexpr = piece_keys(DV)
     PIECES: gl.constexpr = KEYS // N
-    LAYOUT: gl.constexpr = shared(N, DV, gl.uint8)
-    pieces = reinterpret(ring.buffers, gl.uint8, [STAGES * PIECES, N, DV], LAYOUT)
+    LAYOUT: gl.constexpr = shared(N, DV, dtype=gl.uint8)
+    pieces = reinterpret(ring.buffers, gl.uint8, shape=[STAGES * PIECES, N, DV], layout=LAYOUT)
     FROM: gl.constexpr = reading(DV)
     TO: gl.constexpr = writing(DV)
     level, head = place_of_block(block, transposing)
     first_key = (transposing.levels - 1 - level) * KEYS
     columns = transposing.levels * KEYS
     seqlen_k = lengths_of(
-        head // transposing.nheads_k, call.sizes, call.optionals, FEATURES
+        head // transposing.nheads_k, call.sizes, optionals=call.optionals, FEATURES=FEATURES
     ).seqlen_k
     of_head = transposing.v_t + head.to(gl.int64) * (FEATURES.HEADDIM_V * columns)
     rows = gl.arange(0, DV, row_of(TO))[:, None]

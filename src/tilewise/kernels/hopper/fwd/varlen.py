@@ -61,25 +61,25 @@ def open_ragged(m_start, head, batch, call, FEATURES: gl.constexpr, TILE: gl.con
     """The key blocks of a tile: one, if only to find everything masked, where its queries are not
     used.
     """
-    offsets = offsets_of(batch, call.sizes, call.optionals, FEATURES)
-    lengths = lengths_of(batch, call.sizes, call.optionals, FEATURES)
+    offsets = offsets_of(batch, call.sizes, optionals=call.optionals, FEATURES=FEATURES)
+    lengths = lengths_of(batch, call.sizes, optionals=call.optionals, FEATURES=FEATURES)
     seq = Sequence(lengths, 0.0, call.numbers, batch, head, call.modifiers)
-    blocks = visited(m_start, seq, FEATURES, TILE)
+    blocks = visited(m_start, seq, FEATURES=FEATURES, TILE=TILE)
     last = gl.maximum(blocks.stop - 1, blocks.first)
     return Ragged(
         m_start,
         head,
-        batch,
-        last,
-        blocks.first,
-        blocks.full_first,
-        blocks.full_stop,
-        lengths.seqlen_q,
-        lengths.seqlen_k,
-        lengths.diagonal,
-        offsets.first_q,
-        offsets.first_k,
-        offsets.rows_q,
+        batch=batch,
+        last=last,
+        first=blocks.first,
+        full_first=blocks.full_first,
+        full_stop=blocks.full_stop,
+        seqlen_q=lengths.seqlen_q,
+        seqlen_k=lengths.seqlen_k,
+        diagonal=lengths.diagonal,
+        first_q=offsets.first_q,
+        first_k=offsets.first_k,
+        rows_q=offsets.rows_q,
     )
 
 
@@ -91,7 +91,7 @@ def open_in_batch(tile, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
         m_block, head, batch = query_tile_in_group(tile, call.queue, seqlen_q, TILE.BLOCK_M)
         return open_ragged(m_block * TILE.BLOCK_M, head, batch, call, FEATURES, TILE)
     else:
-        return open_tile(tile, call, FEATURES, TILE)
+        return open_tile(tile, call, FEATURES=FEATURES, TILE=TILE)
 
 
 @gluon.jit
@@ -107,12 +107,12 @@ def place_in(work, FEATURES: gl.constexpr):
 def lengths_in(work, call, FEATURES: gl.constexpr):
     """The lengths of a tile's sequence; no keys where a block mask lists none."""
     if FEATURES.PACKED or FEATURES.SEQUSED_K:
-        lengths = Lengths(work.seqlen_q, work.seqlen_k, work.diagonal)
+        lengths = Lengths(work.seqlen_q, work.seqlen_k, diagonal=work.diagonal)
     else:
-        lengths = lengths_of(work.batch, call.sizes, call.optionals, FEATURES)
+        lengths = lengths_of(work.batch, call.sizes, optionals=call.optionals, FEATURES=FEATURES)
     if FEATURES.MASK_M > 0:
         seqlen_k = gl.where(work.full_stop > 0, lengths.seqlen_k, 0)
-        lengths = Lengths(lengths.seqlen_q, seqlen_k, lengths.diagonal)
+        lengths = Lengths(lengths.seqlen_q, seqlen_k, diagonal=lengths.diagonal)
     return lengths
 
 
@@ -131,16 +131,16 @@ def no_more(end, FEATURES: gl.constexpr):
     if FEATURES.PACKED or FEATURES.SEQUSED_K:
         return Ragged(end, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
     else:
-        return Work(end, 0, 0, 0, 0, 0, 0, 0)
+        return Work(end, 0, batch=0, last=0, first=0, full_first=0, full_stop=0, begin=0)
 
 
 @gluon.jit
 def receive_tile(messages, state, FEATURES: gl.constexpr, WARPS: gl.constexpr = 4):
     """The next tile, for a partition of WARPS warps."""
     if FEATURES.PACKED or FEATURES.SEQUSED_K:
-        return Ragged(*receive(messages, state, RAGGED_FIELDS, WARPS))
+        return Ragged(*receive(messages, state, COUNT=RAGGED_FIELDS, WARPS=WARPS))
     else:
-        return Work(*receive(messages, state, WORK_FIELDS, WARPS))
+        return Work(*receive(messages, state, COUNT=WORK_FIELDS, WARPS=WARPS))
 
 
 @gluon.jit
