@@ -27,7 +27,7 @@ from .work import END, PART, blocks_of, half_of, receive_work, seen_of
 
 
 class Scratch(NamedTuple):
-    """Shared memory of a warpgroup's own; 0 where it needs none."""
+    """Shared memory that one warpgroup uses; 0 where it needs none."""
 
     state: Any  # (BLOCK_M, BLOCK_DV), folded pieces
     probabilities: Any  # (2, BLOCK_M, BLOCK_N), where operands are swapped
@@ -37,7 +37,7 @@ class Scratch(NamedTuple):
 
 @gluon.jit
 def attend_partition(
-    WG: gl.constexpr, rings, own, output, counters, call,
+    WG: gl.constexpr, rings, smem, output, counters, call,
     FEATURES: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
     if TILE.WARPGROUPS == 1:
@@ -53,7 +53,7 @@ def attend_partition(
             half = half_of(work, WG, FEATURES=FEATURES, TILE=TILE)
             if TILE.WARPGROUPS == 1:
                 state = attend_part(
-                    half, state, rings, q_smem, own, output, counters, call, modifiers,
+                    half, state, rings, q_smem, smem, output, counters, call, modifiers,
                     FEATURES, TILE,
                 )  # fmt: skip
             else:
@@ -63,7 +63,7 @@ def attend_partition(
                 state = skip_blocks(passed.before, state, rings=rings, TILE=TILE)
                 if half.start < half.seqlen_q:
                     state = attend_part(
-                        half, state, rings, q_smem, own, output, counters, call, modifiers,
+                        half, state, rings, q_smem, smem, output, counters, call, modifiers,
                         FEATURES, TILE,
                     )  # fmt: skip
                 state = skip_blocks(passed.after, state, rings=rings, TILE=TILE)
@@ -79,7 +79,7 @@ def attend_partition(
 
 @gluon.jit
 def attend_part(
-    work, state, rings, q_smem, own, output, counters, call, modifiers,
+    work, state, rings, q_smem, smem, output, counters, call, modifiers,
     FEATURES: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
     """The pieces of a part, and what becomes of them."""
@@ -98,7 +98,7 @@ def attend_part(
     for piece in range(work.piece, work.stop):
         if IS_SWAPPED:
             state, partial = attend_piece_swapped(
-                work, piece, state, rings, q_smem, own, k_scale, call, modifiers, FEATURES, TILE
+                work, piece, state, rings, q_smem, smem, k_scale, call, modifiers, FEATURES, TILE
             )
         else:
             state, partial = attend_piece(
@@ -108,11 +108,11 @@ def attend_part(
             if TILE.STATE_IN_SHARED:
                 acc_o = partial.acc_o
                 if piece > work.piece:
-                    folded = fold(SplitState(own.state.load(O_LAYOUT), m_run, l_i=l_run), partial)
+                    folded = fold(SplitState(smem.state.load(O_LAYOUT), m_run, l_i=l_run), partial)
                     acc_o, m_run, l_run = folded.acc_o, folded.m_i, folded.l_i
                 else:
                     m_run, l_run = partial.m_i, partial.l_i
-                own.state.store(acc_o)
+                smem.state.store(acc_o)
             else:
                 folded = fold(SplitState(run, m_run, l_i=l_run), partial)
                 run, m_run, l_run = folded.acc_o, folded.m_i, folded.l_i
@@ -121,7 +121,7 @@ def attend_part(
     if is_first:
         if TILE.STATE_IN_SHARED:
             if work.piece < work.stop:
-                run = own.state.load(O_LAYOUT)
+                run = smem.state.load(O_LAYOUT)
         whole = SplitState(run, m_run, l_i=l_run)
         if work.parts == 1:
             store_rows(work, whole, output=output, call=call, FEATURES=FEATURES, TILE=TILE)

@@ -86,7 +86,7 @@ def hopper_decode_kernel(
         by_row: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0, 1])
         maxima = gl.allocate_shared_memory(gl.float32, [M, 4], by_row)
         sums = gl.allocate_shared_memory(gl.float32, [M, 4], by_row)
-    scratch = Scratch(state, probabilities, maxima=maxima, sums=sums)
+    smem = Scratch(state, probabilities, maxima=maxima, sums=sums)
     if WARPGROUPS > 1:
         make_barriers(rings, scales, TILE=TILE)
     # Made here: of numbers that are 1, Triton (3.6) forgets the values in tuples of tuples
@@ -100,8 +100,8 @@ def hopper_decode_kernel(
     if WARPGROUPS == 2 and TILE.BY_TMA:
         gl.warp_specialize(
             [
-                (attend_partition, (0, rings, scratch, output, counters, call, FEATURES, TILE)),
-                (attend_partition, (1, rings, scratch, output, counters, call, FEATURES, TILE)),
+                (attend_partition, (0, rings, smem, output, counters, call, FEATURES, TILE)),
+                (attend_partition, (1, rings, smem, output, counters, call, FEATURES, TILE)),
                 (load_partition, (sources, rings, counters, call, FEATURES, TILE)),
                 (query_partition, (rings, q, output, call, FEATURES, TILE)),
             ],
@@ -111,8 +111,8 @@ def hopper_decode_kernel(
     elif WARPGROUPS == 2:
         gl.warp_specialize(
             [
-                (attend_partition, (0, rings, scratch, output, counters, call, FEATURES, TILE)),
-                (attend_partition, (1, rings, scratch, output, counters, call, FEATURES, TILE)),
+                (attend_partition, (0, rings, smem, output, counters, call, FEATURES, TILE)),
+                (attend_partition, (1, rings, smem, output, counters, call, FEATURES, TILE)),
                 (load_partition, (sources, rings, counters, call, FEATURES, TILE)),
                 (query_partition, (rings, q, output, call, FEATURES, TILE)),
                 (copy_partition, (sources, rings, call, FEATURES, TILE)),
@@ -123,7 +123,7 @@ def hopper_decode_kernel(
     elif TILE.BY_TMA:
         gl.warp_specialize(
             [
-                (attend_partition, (0, rings, scratch, output, counters, call, FEATURES, TILE)),
+                (attend_partition, (0, rings, smem, output, counters, call, FEATURES, TILE)),
                 (load_partition, (sources, rings, counters, call, FEATURES, TILE)),
                 (query_partition, (rings, q, output, call, FEATURES, TILE)),
             ],
@@ -133,7 +133,7 @@ def hopper_decode_kernel(
     else:
         gl.warp_specialize(
             [
-                (attend_partition, (0, rings, scratch, output, counters, call, FEATURES, TILE)),
+                (attend_partition, (0, rings, smem, output, counters, call, FEATURES, TILE)),
                 (load_partition, (sources, rings, counters, call, FEATURES, TILE)),
                 (query_partition, (rings, q, output, call, FEATURES, TILE)),
                 (copy_partition, (sources, rings, call, FEATURES, TILE)),

@@ -34,7 +34,7 @@ from .rows import clear_unused, rows_at
 from .work import keys_of, lengths_in
 
 
-class MaskedPiece(NamedTuple):
+class PieceRows(NamedTuple):
     """What all blocks of a piece have in common."""
 
     seq: Sequence
@@ -53,8 +53,8 @@ def attend_piece(
     DV: gl.constexpr = TILE.BLOCK_DV
     S_LAYOUT: gl.constexpr = accumulator(N)
     O_LAYOUT: gl.constexpr = accumulator(DV)
-    masked = open_piece(work, call.numbers, call, modifiers, S_LAYOUT, FEATURES, TILE)
-    keys = masked.keys
+    tile = open_piece(work, call.numbers, call, modifiers, S_LAYOUT, FEATURES, TILE)
+    keys = tile.keys
     no_scores = gl.zeros([64, N], gl.float32, S_LAYOUT)
     acc_o = gl.zeros([64, DV], gl.float32, O_LAYOUT)
     m_i = gl.full([64], float("-inf"), gl.float32, row_of(S_LAYOUT))
@@ -68,7 +68,7 @@ def attend_piece(
         s = multiply_keys(q_smem, rings, state=state, no_scores=no_scores, TILE=TILE)
         s = warpgroup_mma_wait(0, deps=[s])
         release_by_threads(rings.k, state)
-        p, _, m_i, l_i = online_block(s, first, m_i, l_i, masked, FEATURES, FIRST)
+        p, _, m_i, l_i = online_block(s, first, m_i, l_i, tile, FEATURES, FIRST)
         p = operand(p.to(rings.v.buffers.dtype), O_LAYOUT)
         for n in range(first + N, stop, N):
             ahead = advance(state, TILE.STAGES)
@@ -76,12 +76,12 @@ def attend_piece(
             acc_o = multiply_values(p, acc_o, rings=rings, state=state, TILE=TILE)
             s = warpgroup_mma_wait(1, deps=[s])
             release_by_threads(rings.k, ahead)
-            s, m_new = block_max(s, n, m_i=m_i, asked=masked, FEATURES=FEATURES, MAXIMA_FIRST=FIRST)
+            s, m_new = block_max(s, n, m_i=m_i, tile=tile, FEATURES=FEATURES, MAXIMA_FIRST=FIRST)
             alpha, grows = rescale_factors(m_i, m_new, start=n, PINNED=True)
             acc_o = warpgroup_mma_wait(0, deps=[acc_o])
             release_by_threads(rings.v, state)
             acc_o = rescale(acc_o, row_factor(alpha, O_LAYOUT), row_factor(grows, O_LAYOUT))
-            p, _ = exponentials(s, m_i, m_new, exp_scale(masked.seq, FEATURES), True)
+            p, _ = exponentials(s, m_i, m_new, exp_scale(tile.seq, FEATURES), True)
             m_i, l_i = m_new, add_sums(l_i, alpha, p=p)
             p = operand(p.to(rings.v.buffers.dtype), O_LAYOUT)
             state = ahead
@@ -94,7 +94,7 @@ def attend_piece(
             s = multiply_keys(q_smem, rings, state=state, no_scores=no_scores, TILE=TILE)
             s = warpgroup_mma_wait(0, deps=[s])
             release_by_threads(rings.k, state)
-            p, alpha, m_i, l_i = online_block(s, n, m_i, l_i, masked, FEATURES)
+            p, alpha, m_i, l_i = online_block(s, n, m_i, l_i, tile, FEATURES)
             acc_o = acc_o * row_factor(alpha, O_LAYOUT)[:, None]
             v_tile = wait_values(n, keys, rings=rings, state=state, TILE=TILE)
             acc_o = add_values(operand(p.to(v_tile.dtype), O_LAYOUT), v_tile, acc_o, rings, state)
@@ -116,7 +116,7 @@ def open_piece(
     seq = Sequence(lengths_in(work), slope, numbers, work.batch, head, modifiers, 0)
     position = (work.seqlen_k - work.seqlen_q + rows.token)[:, None]
     keys = keys_of(work, call, FEATURES=FEATURES, ROWS=TILE.ROWS)
-    return MaskedPiece(seq, position, keys=keys, full=keys_of_all(work, keys, call, FEATURES))
+    return PieceRows(seq, position, keys=keys, full=keys_of_all(work, keys, call, FEATURES))
 
 
 @gluon.jit
@@ -131,58 +131,58 @@ def multiply_keys(q_smem, rings, state, no_scores, TILE: gl.constexpr):
 
 
 @gluon.jit
-def online_block(s, n, m_i, l_i, asked, FEATURES: gl.constexpr, MAXIMA_FIRST: gl.constexpr = False):
+def online_block(s, n, m_i, l_i, tile, FEATURES: gl.constexpr, MAXIMA_FIRST: gl.constexpr = False):
     """P of a block from key n on, the factor of what was before, and the new maxima and sums."""
-    s, m_new = block_max(s, n, m_i=m_i, asked=asked, FEATURES=FEATURES, MAXIMA_FIRST=MAXIMA_FIRST)
-    p, alpha = exponentials(s, m_i, m_new, exp_scale(asked.seq, FEATURES), True)
+    s, m_new = block_max(s, n, m_i=m_i, tile=tile, FEATURES=FEATURES, MAXIMA_FIRST=MAXIMA_FIRST)
+    p, alpha = exponentials(s, m_i, m_new, exp_scale(tile.seq, FEATURES), True)
     return p, alpha, m_new, add_sums(l_i, alpha, p=p)
 
 
 @gluon.jit
-def block_max(s, n, m_i, asked, FEATURES: gl.constexpr, MAXIMA_FIRST: gl.constexpr):
+def block_max(s, n, m_i, tile, FEATURES: gl.constexpr, MAXIMA_FIRST: gl.constexpr):
     """The scores of a block from key n on, masked, and the m to go on with.
 
     MAXIMA_FIRST: the maxima are taken in both branches. What stands behind a branch stays there, so
     that ptxas takes the maxima of a thread's two rows beside each other; else it begins with all of
     the one row. Two warpgroups of a chunk gain 3 % by that.
     """
-    scale = exp_scale(asked.seq, FEATURES)
+    scale = exp_scale(tile.seq, FEATURES)
     if MAXIMA_FIRST:
-        s, k_idx = unmasked(s, n, asked=asked, FEATURES=FEATURES)
-        if is_partial(s, n, asked=asked, FEATURES=FEATURES):
-            s = hide(s, asked.position, k_idx, asked.keys, asked.seq, FEATURES)
+        s, k_idx = unmasked(s, n, tile=tile, FEATURES=FEATURES)
+        if is_partial(s, n, tile=tile, FEATURES=FEATURES):
+            s = hide(s, tile.position, k_idx, tile.keys, tile.seq, FEATURES)
             m_new = running_max(s, m_i, exp_scale=scale)
         else:
             m_new = running_max(s, m_i, exp_scale=scale)
     else:
-        s = scores_of(s, n, asked=asked, FEATURES=FEATURES)
+        s = scores_of(s, n, tile=tile, FEATURES=FEATURES)
         m_new = running_max(s, m_i, exp_scale=scale)
     return s, lagging_max(m_i, m_new)
 
 
 @gluon.jit
-def scores_of(qk, n, asked, FEATURES: gl.constexpr):
+def scores_of(qk, n, tile, FEATURES: gl.constexpr):
     """The scores of a block from key n on, masked where it needs that."""
-    s, k_idx = unmasked(qk, n, asked=asked, FEATURES=FEATURES)
-    if is_partial(s, n, asked=asked, FEATURES=FEATURES):
-        s = hide(s, asked.position, k_idx=k_idx, keys=asked.keys, seq=asked.seq, FEATURES=FEATURES)
+    s, k_idx = unmasked(qk, n, tile=tile, FEATURES=FEATURES)
+    if is_partial(s, n, tile=tile, FEATURES=FEATURES):
+        s = hide(s, tile.position, k_idx=k_idx, keys=tile.keys, seq=tile.seq, FEATURES=FEATURES)
     return s
 
 
 @gluon.jit
-def unmasked(qk, n, asked, FEATURES: gl.constexpr):
+def unmasked(qk, n, tile, FEATURES: gl.constexpr):
     """The scores of a block from key n on, and the positions of its keys."""
     k_idx = (n + gl.arange(0, qk.shape[1], column_of(qk.type.layout)))[None, :]
-    return score(qk, asked.position, k_idx=k_idx, seq=asked.seq, FEATURES=FEATURES).s, k_idx
+    return score(qk, tile.position, k_idx=k_idx, seq=tile.seq, FEATURES=FEATURES).s, k_idx
 
 
 @gluon.jit
-def is_partial(s, n, asked, FEATURES: gl.constexpr):
+def is_partial(s, n, tile, FEATURES: gl.constexpr):
     """Whether a block from key n on needs a mask."""
     if FEATURES.MASK_MOD is not None:
         return True
     else:
-        return (n < asked.full[0]) | (n + s.shape[1] > asked.full[1])
+        return (n < tile.full[0]) | (n + s.shape[1] > tile.full[1])
 
 
 @gluon.jit

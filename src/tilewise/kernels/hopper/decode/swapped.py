@@ -32,7 +32,7 @@ from .scales import times_scale
 
 @gluon.jit
 def attend_piece_swapped(
-    work, piece, state, rings, q_smem, own, k_scale, call, modifiers,
+    work, piece, state, rings, q_smem, smem, k_scale, call, modifiers,
     FEATURES: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
     """`attend_piece`, of few rows or a cache of 8 bits."""
@@ -46,35 +46,35 @@ def attend_piece_swapped(
         numbers = times_scale(numbers, gl.where(k_scale > 0.0, k_scale, 1.0))
     # K and V^T are both in registers else, for which these leave no room
     IN_TURN: gl.constexpr = TILE.CACHE != "" and M > (8 if DV > 128 else 32)
-    masked = open_piece(work, numbers, call, modifiers, S_LAYOUT, FEATURES, TILE)
+    tile = open_piece(work, numbers, call, modifiers, S_LAYOUT, FEATURES, TILE)
     no_scores = gl.zeros([N, M], gl.float32, accumulator(M))
     acc_o = gl.zeros([DV, M], gl.float32, accumulator(M))
     m_i = gl.full([M], float("-inf"), gl.float32, row_of(S_LAYOUT))
     l_i = sums_of_threads(gl.zeros([M, N], gl.float32, S_LAYOUT))
     split_size = call.sizes.split_size
-    first, stop = piece_keys(piece * split_size, split_size, keys=masked.keys, BLOCK_N=N)
+    first, stop = piece_keys(piece * split_size, split_size, keys=tile.keys, BLOCK_N=N)
     s = multiply_keys(q_smem, rings, state=state, no_scores=no_scores, TILE=TILE)
     s = take_scores(s, 0, rings=rings, state=state, k_scale=k_scale, call=call, TILE=TILE)
-    p, _, m_i, l_i = online_block(s, m_i, l_i, first, masked, own, FEATURES)
-    p_smem = share(p, first, own=own, rings=rings, state=state, call=call, TILE=TILE)
+    p, _, m_i, l_i = online_block(s, m_i, l_i, first, tile, smem, FEATURES)
+    p_smem = share(p, first, smem=smem, rings=rings, state=state, call=call, TILE=TILE)
     for n in range(first + N, stop, N):
         ahead = advance(state, TILE.STAGES)
         s = multiply_keys(q_smem, rings, state=ahead, no_scores=no_scores, TILE=TILE)
         if IN_TURN:
             s = take_scores(s, 0, rings=rings, state=ahead, k_scale=k_scale, call=call, TILE=TILE)
-            acc_o = multiply_values(p_smem, acc_o, n - N, masked.keys, rings, state, TILE)
+            acc_o = multiply_values(p_smem, acc_o, n - N, tile.keys, rings, state, TILE)
         else:
-            acc_o = multiply_values(p_smem, acc_o, n - N, masked.keys, rings, state, TILE)
+            acc_o = multiply_values(p_smem, acc_o, n - N, tile.keys, rings, state, TILE)
             s = take_scores(s, 1, rings=rings, state=ahead, k_scale=k_scale, call=call, TILE=TILE)
-        p, alpha, m_i, l_i = online_block(s, m_i, l_i, n, masked, own, FEATURES)
-        p_smem = share(p, n, own=own, rings=rings, state=ahead, call=call, TILE=TILE)
+        p, alpha, m_i, l_i = online_block(s, m_i, l_i, n, tile, smem, FEATURES)
+        p_smem = share(p, n, smem=smem, rings=rings, state=ahead, call=call, TILE=TILE)
         acc_o = end_values(acc_o, alpha, rings=rings, state=state)
         state = ahead
     last = (stop - 1) // N * N
-    acc_o = multiply_values(p_smem, acc_o, last, masked.keys, rings, state, TILE)
+    acc_o = multiply_values(p_smem, acc_o, last, tile.keys, rings, state, TILE)
     acc_o = warpgroup_mma_wait(0, deps=[acc_o])
     release_by_threads(rings.v, state)
-    l_i = whole_sums(of_all_warps(sums_of_warps(l_i), own.sums))
+    l_i = whole_sums(of_all_warps(sums_of_warps(l_i), smem.sums))
     acc_o = by_rows(acc_o) if TILE.CACHE == "" else in_order(acc_o)
     partial = SplitState(acc_o, in_rows(m_i, O_LAYOUT), in_rows(l_i, O_LAYOUT))
     return advance(state, TILE.STAGES), partial
@@ -117,23 +117,23 @@ def take_scores(s, IN_FLIGHT: gl.constexpr, rings, state, k_scale, call, TILE: g
 
 
 @gluon.jit
-def online_block(s, m_i, l_i, n, asked, own, FEATURES: gl.constexpr):
+def online_block(s, m_i, l_i, n, tile, smem, FEATURES: gl.constexpr):
     """P of a block from key n on, the factor of what was before, and the new maxima and sums."""
     M: gl.constexpr = s.shape[0]
     N: gl.constexpr = s.shape[1]
     S_LAYOUT: gl.constexpr = s.type.layout
-    scale = exp_scale(asked.seq, FEATURES)
-    s = scores_of(s, n, asked=asked, FEATURES=FEATURES)
+    scale = exp_scale(tile.seq, FEATURES)
+    s = scores_of(s, n, tile=tile, FEATURES=FEATURES)
     # Row 64 i + 16 w + j of wgmma is in warp w
     of_warps = gl.max(gl.max(s.reshape([M, N // 64, 4, 16]), 1), 2)
-    largest = in_rows(gl.max(of_all_warps(of_warps, own.maxima), 1), S_LAYOUT)
+    largest = in_rows(gl.max(of_all_warps(of_warps, smem.maxima), 1), S_LAYOUT)
     m_new = lagging_max(m_i, gl.maximum(m_i, largest * scale))
     p, alpha = exponentials(s, m_i, m_new=m_new, exp_scale=scale, MASKED=True)
     return p, alpha, m_new, add_sums(l_i, alpha, p=p)
 
 
 @gluon.jit
-def share(p, n, own, rings, state, call, TILE: gl.constexpr):
+def share(p, n, smem, rings, state, call, TILE: gl.constexpr):
     """P, times the scales of V's rows, where wgmma reads its right operand. Two blocks alternate,
     as the product of the one before may read still.
     """
@@ -141,7 +141,7 @@ def share(p, n, own, rings, state, call, TILE: gl.constexpr):
         wait_full(rings.v, state)
         scales = rings.v_scales.index(state.stage).load(column_of(p.type.layout))
         p = p * scales[None, :]
-    p_smem = own.probabilities.index(n // TILE.BLOCK_N % 2)
+    p_smem = smem.probabilities.index(n // TILE.BLOCK_N % 2)
     p_smem.store(p.to(p_smem.dtype))
     fence_async_shared()  # what threads wrote, before wgmma reads it
     return p_smem
