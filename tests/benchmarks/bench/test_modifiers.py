@@ -142,7 +142,7 @@ def test_it_is_the_problem_of_the_call(monkeypatch):
     from tilewise.ops import calls
 
     seen = []
-    monkeypatch.setattr(dispatch, "ask", lambda backend, problem, *_: seen.append(problem))
+    monkeypatch.setattr(dispatch, "ask", lambda backend, problem, *_, **__: seen.append(problem))
     names = [name for name in modifiers.NAMES if not is_of_documents(name)]
     assert len(names) == len(modifiers.NAMES) - 3
     for name in names:
