@@ -287,7 +287,7 @@ def _attend(
 
 
 def _visible(q_idx: Tensor, k_idx: Tensor, seqlen_k, diagonal, left: int, right: int) -> Tensor:
-    """Which (query, key) pairs the mask keeps."""
+    """Whether the mask keeps each (query, key) pair."""
     visible = predicates.is_key(k_idx, seqlen_k)
     if left >= 0:
         visible = visible & predicates.within_left(q_idx, k_idx, diagonal=diagonal, left=left)

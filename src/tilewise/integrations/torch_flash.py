@@ -71,7 +71,7 @@ def attend(arguments: FlashArguments) -> tuple[Tensor, Tensor]:
 
 
 def _attend_pages(arguments: FlashArguments) -> tuple[Tensor, Tensor]:
-    """Over pages: `seqused_k` says how many keys each sequence has."""
+    """Attends over pages: `seqused_k` says how many keys each sequence has."""
     q, k, v = _in_batch(False, arguments[:INPUTS])
     window = arguments.window_size_left, arguments.window_size_right
     with torch.no_grad():

@@ -210,7 +210,7 @@ def _attend(
 
 
 def _transformed(*args, **options) -> Tensor:
-    """Inside of vmap, grad and other functorch transforms, which look below this operator."""
+    """Computes inside vmap, grad and other functorch transforms, which look below this operator."""
     out = _torchs(*args, **options)
     warn_slow(
         "torch's own kernels compute scaled_dot_product_attention inside torch.func's "

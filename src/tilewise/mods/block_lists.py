@@ -68,7 +68,7 @@ def cut_at_ends(
 
 
 def trimmed(lists: BlockLists) -> BlockLists:
-    """Without what all rows leave unused; zeros where a row does."""
+    """Lists as narrow as the longest row, with zeros after a row's blocks."""
     counts, indices = lists
     width = min(max(int(counts.max()), 0), indices.shape[3]) if counts.numel() else 0
     listed = torch.arange(width, device=counts.device) < counts[..., None]

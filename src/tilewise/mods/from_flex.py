@@ -98,7 +98,7 @@ def _check_kind(block_mask: Any) -> None:
 
 
 def _mask_of(block_mask: Any) -> Mask:
-    """Its mask_mod; the one of all pairs reads an index's device, which no trace can."""
+    """The mask_mod; that of all pairs reads an index's device, which no trace can."""
     from torch.nn.attention import flex_attention
 
     everything = block_mask.mask_mod is flex_attention.noop_mask

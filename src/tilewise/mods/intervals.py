@@ -132,7 +132,7 @@ def _shifted(index: Node) -> tuple[str | None, int]:
 
 
 def _hull(*values: Tensor) -> Interval:
-    """Over the corners of a box: where what is computed is monotone in each operand."""
+    """The interval of a box's corners, for what is monotone in each operand."""
     lo = hi = values[0]
     for value in values[1:]:
         lo, hi = torch.minimum(lo, value), torch.maximum(hi, value)
@@ -159,7 +159,7 @@ def _remainder(x: Interval, y: Interval) -> Interval:
 
 
 def _shift(x: Interval, y: Interval, is_left: bool) -> Interval:
-    """By one constant number of bits; negative and long shifts are not followed."""
+    """A shift by one constant number of bits; negative and long ones are not followed."""
     is_followed = (y.lo == y.hi) & (y.lo >= 0) & (y.lo <= 40)
     factor = torch.exp2(y.lo.clamp(0, 40)).round()
     lo, hi = (end * factor if is_left else torch.floor(end / factor) for end in x)

@@ -131,7 +131,7 @@ RULES: dict[str, Callable[..., Range]] = {
 
 
 def are_long(plan: list[TreeStep], ranges: list[Range | None]) -> list[bool]:
-    """Which steps are computed in 64 bits: what does not fit in 32, and what is made of such."""
+    """Whether each step is computed in 64 bits: it, or what it is made of, needs more than 32."""
     is_long: list[bool] = []
     for step, range_ in zip(plan, ranges):
         of_long = step.op != "load" and any(is_long[i] for i in step.inputs)

@@ -48,7 +48,7 @@ class PackedCase(NamedTuple):
         ]
 
     def run(self, backend, device, dtype: torch.dtype, seed: int | None = None) -> list[Record]:
-        """As `cases.run_case`."""
+        """Judges the call as `cases.run_case` does."""
         from .. import attention
 
         parts = [make_inputs(x.sizes, x.features, dtype, device, seed=x.seed) for x in self.parts]

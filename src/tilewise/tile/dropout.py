@@ -113,5 +113,5 @@ def low(x):
 
 @triton.jit
 def high(x):
-    """Its high 32 bits."""
+    """The high 32 bits."""
     return (x >> 32).to(tl.uint32)

@@ -47,12 +47,12 @@ def key_group(k_idx):
 
 
 def word_of(k_idx):
-    """Which of a group's four words: the eight that the key is in."""
+    """The number of a group's word, of four: the eight keys that the key is in."""
     return k_idx // 8 % 4
 
 
 def byte_of(q_idx, k_idx):
-    """Which byte of that word, 0 the least significant."""
+    """The number of the byte in that word, 0 the least significant."""
     return q_idx // 8 % 2 * 2 + k_idx % 2
 
 

@@ -70,7 +70,7 @@ def _refusing(path: str):
 
 
 class FalconAttention(falcon.FalconAttention):
-    """Without ALiBi, which the model adds to the mask itself."""
+    """Falcon's attention without ALiBi, which the model adds to the mask itself."""
 
     def forward(
         self,
@@ -98,7 +98,7 @@ class FalconAttention(falcon.FalconAttention):
 
 
 class GPTJAttention(gptj.GPTJAttention):
-    """Its `forward`, with another product of q, k and v; before transformers 5.24."""
+    """GPT-J's `forward`, with another product of q, k and v; before transformers 5.24."""
 
     def forward(self, *args, output_attentions: bool | None = False, **kwargs):
         refuse(dict(output_attentions=output_attentions))
@@ -143,7 +143,7 @@ class GPTNeoSelfAttention(gpt_neo.GPTNeoSelfAttention):
 
 
 class Data2VecVisionSelfAttention(data2vec.Data2VecVisionSelfAttention):
-    """Its biases of relative positions are added to the scores."""
+    """Data2Vec's attention: biases of relative positions are added to the scores."""
 
     def forward(
         self,

@@ -106,7 +106,7 @@ def attention_forward(
 
 
 def _rows(x: Tensor) -> Tensor:
-    """With a last dimension in order: a convolution leaves it otherwise."""
+    """A tensor with its last dimension contiguous, which a convolution does not leave."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 

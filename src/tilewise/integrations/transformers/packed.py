@@ -72,7 +72,7 @@ def _told_by_lengths(
 def _told_otherwise(
     visible: Visible | None, position_ids: Tensor | None, q: Tensor, k: Tensor
 ) -> tuple[Tensor, Tensor] | None:
-    """By the mask, where it has seen position ids, or by those that reach the layer."""
+    """Starts by the mask, where it has seen position ids, or by those that reach the layer."""
     if visible is not None and visible.begins is not None and visible.chunk is None:
         if visible.starts is not None:
             return visible.starts

@@ -49,7 +49,7 @@ Tensor = torch.Tensor
 
 
 class Steps(NamedTuple):
-    """Which of the steps before rounding are taken."""
+    """The steps before rounding that are taken."""
 
     rotate: bool
     smooth_k: bool

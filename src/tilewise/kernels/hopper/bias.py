@@ -49,9 +49,7 @@ def make_biases(dtype: gl.constexpr, TILE: gl.constexpr):
 
 @gluon.jit
 def copy_bias(desc, rings, at, work, n_start, call, TILE: gl.constexpr):
-    """Loads the bias of a block of keys, for each warpgroup once it has read that of the previous
-    block.
-    """
+    """Loads the bias of a block of keys for each warpgroup that has read the previous block's."""
     if TILE.BIAS_COPIED:
         bias = call.modifiers.bias
         # A dimension that the bias does not have is one element long

@@ -106,6 +106,6 @@ class At:
 
 
 def direct_of(compiled: Any, programs: int) -> Direct | None:
-    """None where there is no way past Triton's launcher, which then serves every call."""
+    """The kernel past Triton's launcher; None where that serves every call."""
     launcher = direct.launcher_of(compiled)
     return None if launcher is None else Direct(compiled, programs, *launcher)

@@ -22,9 +22,7 @@ MAX_TENSORS = 3  # tensors of a launch
 
 
 class Copy(NamedTuple):
-    """A copy's constants. Strides count units, so that the compiler knows how many elements it can
-    move at once.
-    """
+    """A copy's constants; strides count units, which tell how many elements move at once."""
 
     HEADDIM: int
     WIDTH: int  # columns that are written: zeros past HEADDIM

@@ -21,9 +21,7 @@ GL_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float
 
 
 class DescriptorFields(NamedTuple):
-    """The fields of a TensorDescriptor, without its checks, which would take as long as the
-    launch.
-    """
+    """A TensorDescriptor's fields, without its checks, which take as long as the launch."""
 
     base: Tensor
     shape: list[int]
@@ -70,9 +68,7 @@ def ragged_by_head(x: Tensor, block: list[int], layout: Any) -> DescriptorFields
 
 
 def ragged_steps(x: Tensor) -> tuple[int, int, int]:
-    """Elements from a row to the next, elements from a head to the next, and how many heads from a
-    batch to the next.
-    """
+    """Elements from a row, and from a head, to the next, and heads from a batch to the next."""
     batch, rows, heads, _ = x.shape
     by_batch, by_row, by_head = valid([batch, rows, heads], [*x.stride()[:3]])
     if heads == 1:

@@ -34,7 +34,7 @@ def selection(has_first, has_stop, has_function):
 
 @gluon.constexpr_function
 def registers(*tests):
-    """Its constraints."""
+    """The constraints of the assembly."""
     return "=f,f,r" + ",r" * sum(map(bool, tests))
 
 

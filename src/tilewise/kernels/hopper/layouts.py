@@ -68,9 +68,7 @@ def pairs_of(columns):
 
 @gluon.constexpr_function
 def runs_of_pairs(columns):
-    """The layout of `pairs_of` with two neighbouring pairs per thread, which is wide enough for
-    memory.
-    """
+    """The layout of `pairs_of` with two neighbouring pairs per thread, wide enough for memory."""
     above = [[0, 8 << i] for i in range((columns // 8).bit_length() - 1)]
     lanes = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
     return gl.DistributedLinearLayout(

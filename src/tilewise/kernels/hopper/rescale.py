@@ -126,9 +126,7 @@ def product(m_i, factor):
 
 @gluon.jit
 def rounded_off(m_i, scale):
-    """By how much the product was rounded: the logarithm of a factor that P and the sums of a row
-    have in common.
-    """
+    """The product's rounding: the logarithm of a factor that P and a row's sums share."""
     m_ref = finite_max(m_i)
     factor = factor_of(m_ref, scale)
     return gl.fma(m_ref, factor, -product(m_ref, factor))

@@ -53,7 +53,7 @@ _many: dict[tuple[int, int], Tensor] = {}
 
 
 def counters_of(device: torch.device, count: int) -> Tensor:
-    """At least `count` counters, as `counter` has one: 0 before and after every launch."""
+    """Counters, at least `count`, each as of `counter`: 0 before and after every launch."""
     if device.type == "cpu":
         return torch.zeros(count, dtype=torch.int32)
     index = torch.cuda.current_device() if device.index is None else device.index

@@ -17,9 +17,7 @@ BILLION = gl.constexpr(2**30)
 
 @gluon.jit
 def load_ragged(desc, stop, size, head, row, full, buffer, pred=True, column=0):
-    """Rows from `row` on of the `size` rows before row `stop` of the tensor, columns from `column`
-    on.
-    """
+    """Rows from `row` on of the `size` rows before row `stop`, columns from `column` on."""
     shape: gl.constexpr = desc.block_type.shape
     coordinates = [BILLION, stop, head, BILLION - size + row, column]
     tma_load(desc, coordinates, full, buffer.reshape(shape), pred=pred)

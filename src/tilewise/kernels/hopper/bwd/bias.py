@@ -22,9 +22,7 @@ from ..pipeline import make_barrier
 
 
 class BiasTile(NamedTuple):
-    """Shared memory for the bias of a block of queries: (2, BLOCK_M, 64), one half per
-    warpgroup.
-    """
+    """Shared memory for the bias of a block of queries: (2, BLOCK_M, 64), by warpgroup."""
 
     halves: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
@@ -43,9 +41,7 @@ def make_bias(dtype: gl.constexpr, TILE: gl.constexpr):
 
 @gluon.jit
 def copy_bias(desc, rings, step, work, block, modifiers, TILE: gl.constexpr):
-    """Loads the bias of a step's block, once both warpgroups have read that of the previous
-    step.
-    """
+    """Loads the bias of a step's block, once both warpgroups have read the previous one."""
     if TILE.BIAS_COPIED:
         previous = step + 2  # the step before is in stage (step - 1) % 3
         last = gl.maximum(step - 1, 0)

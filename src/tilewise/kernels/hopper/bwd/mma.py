@@ -259,9 +259,7 @@ def add_dq(
 
 @gluon.jit
 def in_register_order(x):
-    """A (64, C) accumulator as a vector in which four registers of a thread are neighbours: nothing
-    moves.
-    """
+    """A (64, C) accumulator as a vector, four registers of a thread adjacent: nothing moves."""
     C: gl.constexpr = x.shape[1]
     layout: gl.constexpr = by_register(64 * C)
     # A warp has 16 rows, in halves of 8; a thread has 2 columns of 8 in both halves
@@ -352,7 +350,7 @@ def from_block(column, q_start, lengths):
 
 @gluon.jit
 def draw_block(k_start, block, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
-    """Which pairs of a block dropout keeps, where there is dropout."""
+    """A bit for each pair of a block that dropout keeps, where there is dropout."""
     if FEATURES.DROPOUT:
         q_start, threshold = block.m_block * TILE.BLOCK_M, call.numbers.dropout_threshold
         return draw_keep_bits(block.stream, q_start, k_start, threshold, TILE.BLOCK_M)

@@ -250,9 +250,7 @@ def multiply_keys(ring, step, k_smem, no_dq, PART: gl.constexpr):
 
 @gluon.jit
 def write_tile(rows, keys, desc, rings, work, tiles, FEATURES: gl.constexpr):
-    """Stores dK or dV through the shared memory of K or V, once both warpgroups have read that for
-    the last time.
-    """
+    """Stores dK or dV through the shared memory of K or V, which both warpgroups have read."""
     mbarrier.arrive(rings.score_buffers.done, count=1)
     mbarrier.wait(rings.score_buffers.done, tiles & 1)
     buffer = keys.index(0)

@@ -88,8 +88,6 @@ def make_queries(dtype: gl.constexpr, TILE: gl.constexpr):
 
 @gluon.jit
 def make_tile_messages(TILE: gl.constexpr):
-    """The work-tile messages to both matmul warpgroups, and to the two warps of ordered
-    accumulation.
-    """
+    """The work-tile messages to both matmul warpgroups and two warps of ordered accumulation."""
     COUNT: gl.constexpr = RAGGED_FIELDS if TILE.RAGGED else WORK_FIELDS
     return make_messages(COUNT, 4 if TILE.ORDERED else 2)

@@ -138,7 +138,7 @@ def fetch_tile(queue, ORDERED: gl.constexpr):
 
 @gluon.jit
 def find_tile(tile, hint, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
-    """Which tile of packed sequences a number is, no smaller than the one that the hint is of."""
+    """The tile of packed sequences that a number is, no smaller than the hint's."""
     starts, sizes = call.optionals.cu_seqlens_k, call.sizes
     nheads_k = call.queue.nheads
     LAST_FIRST: gl.constexpr = TILE.ORDERED and FEATURES.RIGHT  # the order of accumulation

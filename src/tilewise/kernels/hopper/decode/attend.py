@@ -58,15 +58,15 @@ def attend_partition(
                 )  # fmt: skip
             else:
                 fence_async_shared()  # what threads copied, before wgmma reads it
-                passed = blocks_apart(work, half, call=call, FEATURES=FEATURES, TILE=TILE)
+                before, after = blocks_apart(work, half, call=call, FEATURES=FEATURES, TILE=TILE)
                 half = seen_of(half, call, FEATURES=FEATURES, ROWS=TILE.ROWS)
-                state = skip_blocks(passed.before, state, rings=rings, TILE=TILE)
+                state = skip_blocks(before, state, rings=rings, TILE=TILE)
                 if half.start < half.seqlen_q:
                     state = attend_part(
                         half, state, rings, q_smem, smem, output, counters, call, modifiers,
                         FEATURES, TILE,
                     )  # fmt: skip
-                state = skip_blocks(passed.after, state, rings=rings, TILE=TILE)
+                state = skip_blocks(after, state, rings=rings, TILE=TILE)
             release_by_threads(rings.q, q_state)
             q_state = advance(q_state, TILE.Q_STAGES)
         elif TILE.WARPGROUPS == 1:
@@ -132,22 +132,15 @@ def attend_part(
     return state
 
 
-class Passed(NamedTuple):
-    """Blocks of a part that another warpgroup's rows see, and these do not."""
-
-    before: gl.tensor
-    after: gl.tensor
-
-
 @gluon.jit
 def blocks_apart(work, half, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
-    """How many blocks of a part a warpgroup passes."""
+    """The blocks before and after those of a warpgroup, which only the other's rows see."""
     N: gl.constexpr = TILE.BLOCK_N
     first, stop = blocks_of(work, call, FEATURES=FEATURES, ROWS=TILE.ROWS * TILE.WARPGROUPS, N=N)
     half_first, half_stop = blocks_of(half, call, FEATURES=FEATURES, ROWS=TILE.ROWS, N=N)
     half_first = gl.minimum(half_first, stop)
     half_stop = gl.where(half.start < half.seqlen_q, gl.maximum(half_stop, half_first), half_first)
-    return Passed(half_first - first, stop - half_stop)
+    return half_first - first, stop - half_stop
 
 
 @gluon.jit

@@ -28,13 +28,13 @@ def add_sums(l_i, alpha, p):
 
 @gluon.jit
 def sums_of_warps(l_i):
-    """Over g: (BLOCK_M, 4)."""
+    """Sums over g: (BLOCK_M, 4)."""
     M: gl.constexpr = l_i.shape[0]
     return gl.sum(gl.sum(gl.sum(l_i.reshape([M, 4, 2, 2, 2]), 2), 2), 2)
 
 
 @gluon.jit
 def whole_sums(of_warps):
-    """Over w: (BLOCK_M,)."""
+    """Sums over w: (BLOCK_M,)."""
     M: gl.constexpr = of_warps.shape[0]
     return gl.sum(gl.sum(of_warps.reshape([M, 2, 2]), 1), 1)

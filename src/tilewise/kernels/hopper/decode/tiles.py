@@ -114,9 +114,7 @@ def eight_bit_tile(
 def shared_tile(
     problem: Problem, block: tuple[int, int, int], page_size: int, warpgroups: int
 ) -> SplitPipeline:
-    """The tile in which two warpgroups of rows share each block: half the bytes of keys for as many
-    products.
-    """
+    """The tile in which two warpgroups of rows share each block, so half the bytes of keys."""
     block_n, block_d, block_dv = block
     rows = ROWS // problem.group * problem.group
     room = SHARED_MEMORY["sm90"] - 1024

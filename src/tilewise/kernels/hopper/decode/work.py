@@ -68,7 +68,7 @@ FIELDS = gl.constexpr(len(Work._fields))
 
 @gluon.jit
 def make_work_messages(READERS: gl.constexpr):
-    """For the partitions that work on what the load warp found."""
+    """Makes messages for the partitions that work on what the load warp found."""
     return make_messages(FIELDS, READERS)
 
 
@@ -206,15 +206,13 @@ def tile_counter(work, counters, call, FEATURES: gl.constexpr):
 
 @gluon.jit
 def slices_in(work, FEATURES: gl.constexpr, ROWS: gl.constexpr, BLOCK_DV: gl.constexpr):
-    """In how many slices a tile is folded."""
+    """The number of slices in which a tile is folded."""
     return slices_of(work.seqlen_q, FEATURES, ROWS=ROWS, BLOCK_DV=BLOCK_DV)
 
 
 @gluon.jit
 def partial_row(work, piece, token, head, call, FEATURES: gl.constexpr):
-    """Where the state of a piece lies, of the rows of partial states: by sequence, piece, query,
-    head.
-    """
+    """The row of a piece's state among partial states: by sequence, piece, query, head."""
     nheads = call.sizes.nheads * FEATURES.GROUP
     row = (piece - work.first) * (work.seqlen_q * nheads) + token * nheads + head
     return (work.rows + row).to(gl.int64)

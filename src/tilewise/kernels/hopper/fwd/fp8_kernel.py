@@ -97,7 +97,7 @@ def attend(
     FEATURES: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """In one level where O is wide and stays small, or in two: see `fp8_mma`."""
+    """Attends in one level where O is wide and stays small, or in two: see `fp8_mma`."""
     if has_two_levels(TILE.BLOCK_DV):
         attend_partition(WG, rings, pingpong, output, scales, call, FEATURES, TILE)
     elif scales.v_mean is None or scales.v_drift is None:

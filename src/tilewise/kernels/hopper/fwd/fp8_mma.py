@@ -218,7 +218,7 @@ def wait_pingpong(pingpong, phase, WG: gl.constexpr, TILE: gl.constexpr):
 
 @gluon.jit
 def signal_pingpong(pingpong, WG: gl.constexpr, TILE: gl.constexpr):
-    """By every thread, as nothing that it wrote has to be seen: see `release_by_threads`."""
+    """Signals by every thread, as nothing that it wrote must be seen: `release_by_threads`."""
     if takes_turns(TILE.BLOCK_DV):
         async_copy.mbarrier_arrive(pingpong[1 - WG].index(0), increment_count=False)
 

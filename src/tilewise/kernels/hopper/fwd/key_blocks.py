@@ -58,7 +58,7 @@ class TransposedBlock(NamedTuple):
 
 @gluon.jit
 def nowhere(FEATURES: gl.constexpr, TILE: gl.constexpr):
-    """Before the first block."""
+    """The place before the first block."""
     if TILE.FP8:
         return TransposedBlock(0, 0, row=0, column=0)
     elif FEATURES.RUNS:

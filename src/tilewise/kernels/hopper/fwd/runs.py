@@ -97,7 +97,7 @@ def open_runs(runs):
 
 @gluon.jit
 def no_block():
-    """Before the first block, when nothing is known to have arrived."""
+    """The state before the first block, when nothing is known to have arrived."""
     return ArrivedBlock((0, 0), 0, size=0, n_start=0, arrived=0)
 
 

@@ -60,9 +60,7 @@ def slope_of(work, optionals, rows, FEATURES: gl.constexpr, TILE: gl.constexpr):
 
 @gluon.constexpr_function
 def is_prefetched(dtype):
-    """Whether registers can hold the bias of a block in addition to its S: at 16 bits, or as
-    pairs.
-    """
+    """Whether registers hold a block's bias in addition to its S: at 16 bits, or as pairs."""
     return dtype != gl.float32
 
 

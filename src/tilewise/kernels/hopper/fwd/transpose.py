@@ -153,9 +153,7 @@ def take_block(transposing):
 
 @gluon.jit
 def place_of_block(block, transposing):
-    """Which of its head's blocks a block is, the last keys first, and its head, counted over all
-    sequences.
-    """
+    """A block's number in its head, the last keys first, and its head over all sequences."""
     return interleave_heads(block, transposing.levels, transposing.heads, transposing.width)
 
 

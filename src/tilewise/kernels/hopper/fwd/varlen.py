@@ -58,9 +58,7 @@ def find_tile(tile, hint, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
 
 @gluon.jit
 def open_ragged(m_start, head, batch, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
-    """The key blocks of a tile: one, if only to find everything masked, where its queries are not
-    used.
-    """
+    """The key blocks of a tile; one, of which all is masked, where no query is used."""
     offsets = offsets_of(batch, call.sizes, optionals=call.optionals, FEATURES=FEATURES)
     lengths = lengths_of(batch, call.sizes, optionals=call.optionals, FEATURES=FEATURES)
     seq = Sequence(lengths, 0.0, call.numbers, batch, head, call.modifiers)
