@@ -2,6 +2,8 @@
 any call that was right.
 """
 
+import contextlib
+import inspect
 import random
 
 import pytest
@@ -9,6 +11,8 @@ import torch
 
 import tilewise
 import tilewise.distributed as td
+from tilewise.cache import Rotary
+from tilewise.frontend import attention, flash_attn, fp8, kv_cache, quantize, sdpa
 from tilewise.ops import calls
 from tilewise.ops.calls import find
 
@@ -146,3 +150,89 @@ def test_a_cache_on_a_cpu_is_read_again(layout, has_out):
             calls._entry.cache_clear()
     assert all(map(torch.equal, found[0], found[2]))
     assert not torch.equal(found[0][0], found[1][0])
+
+
+X, Y = torch.randn(2, 8, 4, 16), torch.randn(2, 8, 4, 16)
+ROWS, STARTS, TABLE = X.flatten(0, 1), ints(0, 8, 16), ints(0, 1).view(2, 1)
+E4M3 = X.to(torch.float8_e4m3fn)
+SCALE = torch.tensor(2.0)
+# A value of each argument that is not its default; the others are told by their default's type
+OTHERS = {
+    **dict.fromkeys(("q", "k", "v", "query", "key", "value", "k_cache", "v_cache"), Y),
+    **dict.fromkeys(("scale", "softmax_scale", "softcap", "dropout_p"), 0.5),
+    **dict.fromkeys(("alibi_slopes", "sinks", "learnable_sink"), torch.rand(4)),
+    **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_k_new"), ints(0, 4, 16)),
+    **dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), 4096),
+    **dict.fromkeys(("seqused_q", "seqused_k", "rotary_seqlens", "cache_leftpad"), ints(1, 2)),
+    **dict.fromkeys(("page_table", "block_table"), TABLE),
+    **dict.fromkeys(("q_descale", "k_descale", "v_descale"), SCALE),
+    **dict.fromkeys(("rotary_cos", "rotary_sin"), torch.ones(8, 8)),
+    **dict.fromkeys(("window", "window_size"), (1, 0)),
+    **dict(bias=torch.zeros(2, 4, 8, 8), dropout_rng=torch.tensor([1, 2]), split_size=4),
+    **dict(score_mod=tilewise.scores.softcapped(2.0), mask_mod=tilewise.mods.causal()),
+    **dict(block_mask=tilewise.sparse.create_block_mask(tilewise.mods.causal(), 1, 1, 8, 8)),
+    **dict(attn_mask=torch.zeros(8, 8), out=torch.empty_like(X), out_dtype=torch.float16),
+    **dict(backward="bf16", layout="bhsd", backend="cpu", cache_seqlens=ints(3, 4)),
+    **dict(cache_batch_idx=ints(1, 0), num_splits=2, attention_chunk=4, qv=X, pack_gqa=True),
+    **dict(
+        smooth="v", scales=(SCALE, None, None), rotary=Rotary(torch.ones(8, 8), torch.ones(8, 8))
+    ),
+}
+# On such calls, whose checks of them come before the look-up
+WITHOUT_EFFECT = {
+    "attention": {"dropout_rng"},
+    "FP8": {"dropout_rng", "max_seqlen_k", "deterministic", "return_lse"},
+    "flash_attn_with_kvcache": {
+        *("num_splits", "max_seqlen_q", "rotary_interleaved", "scheduler_metadata", "sm_margin"),
+        "pack_gqa",
+    },
+}
+FUNCTIONS = {
+    "attention": dict(q=X, k=X, v=X),
+    "FP8": dict(q=E4M3, k=E4M3, v=E4M3),
+    "flash_attn_func": dict(q=X, k=X, v=X),
+    "flash_attn_varlen_func": dict(
+        q=ROWS,
+        k=ROWS,
+        v=ROWS,
+        cu_seqlens_q=STARTS,
+        cu_seqlens_k=STARTS,
+        max_seqlen_q=8,
+        max_seqlen_k=8,
+    ),
+    "scaled_dot_product_attention": dict(query=X, key=X, value=X),
+    "quantize": dict(q=X, k=X, v=X),
+    "flash_attn_with_kvcache": dict(q=X, k_cache=X, v_cache=X, cache_seqlens=ints(1, 2)),
+}
+
+
+@pytest.mark.parametrize("case", FUNCTIONS)
+def test_every_argument_is_in_the_key(case, monkeypatch):
+    """A call with another value of any argument has another key, or none: a forgotten one would
+    be answered from the cache.
+    """
+    looked, base = [], FUNCTIONS[case]
+    function = getattr(tilewise, "attention" if case == "FP8" else case)
+
+    def noted(tensors, words, window=None, checks_values=False):
+        looked.append((list(map(id, tensors)), list(map(repr, words)), repr(window)))
+        return None, None
+
+    for module in (attention, flash_attn, fp8, kv_cache, quantize, sdpa):
+        monkeypatch.setattr(module, "find", noted)
+
+    def key_of(**options):
+        looked.clear()
+        with contextlib.suppress(ValueError, NotImplementedError, RuntimeError, TypeError):
+            function(**base | options)
+        return list(looked)
+
+    plain = key_of()
+    assert plain and key_of() == plain
+    parameters = inspect.signature(function).parameters
+    assert parameters.keys() >= WITHOUT_EFFECT.get(case, set())
+    for name in parameters.keys() - WITHOUT_EFFECT.get(case, set()):
+        value = OTHERS.get(name, not parameters[name].default)
+        if case == "FP8" and name in base:
+            value = base[name].clone()
+        assert key_of(**{name: value}) != plain, name
