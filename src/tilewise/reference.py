@@ -26,7 +26,7 @@ from .frontend.cache_checks import check_cached, is_cached
 from .frontend.checks import check_extras, check_values
 from .frontend.qkv import check_tensors, in_order, sizes_of
 from .frontend.scalars import Window, band, check_causal, check_flag, check_layout, check_numbers
-from .kernels.common.cached import Cached, lse_by_query, lse_shape
+from .kernels.common.cached import NO_CACHE, Cached, lse_by_query, lse_shape
 from .keywords import refuses_others, unexpected
 from .mods import masks, scores
 from .mods.block_mask import BlockMask, block_mask_of
@@ -108,16 +108,15 @@ def attention_reference(
         raise unexpected("tilewise.attention_reference", unknown)
     is_scaled = k_descale is not None or v_descale is not None
     if is_scaled or is_cached(k, page_table, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k):
+        tensors = q, k, v, page_table, seqused_k, cu_seqlens_q, alibi_slopes, sinks
         cached = check_cached(
-            q,
-            k,
-            v=v,
-            page_table=page_table,
-            lengths=(seqused_k, cu_seqlens_q),
-            score_args=(alibi_slopes, sinks, mask_mod),
-            numbers=(causal, scale, window, softcap, None),
+            NO_CACHE.of_tensors((*tensors, k_descale, v_descale)),
+            causal=causal,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            mask_mod=mask_mod,
             layout=layout,
-            descales=(k_descale, v_descale),
         )
         out, lse = _attend_cached(cached, mask_mod, upcast=upcast)
         out = out.transpose(1, 2) if layout == "bhsd" else out

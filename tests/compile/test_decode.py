@@ -5,12 +5,12 @@ import re
 
 import pytest
 import torch
+from helpers.cached_calls import check_cached
 from helpers.plans import Memory
 from helpers.tiers import sample, sample_rows
 
 from tilewise import mods
 from tilewise.cache import Append, Rotary
-from tilewise.frontend.cache_checks import check_cached
 from tilewise.kernels.common.cached import AppendedCall
 from tilewise.kernels.portable import append_launch, decode_launch
 from tilewise.testing import SMEM_LIMIT, TARGETS, build, stats

@@ -7,9 +7,9 @@ import itertools
 import pytest
 import torch
 import triton
+from helpers.cached_calls import check_cached
 from helpers.sass import innermost_loops, spills_in
 
-from tilewise.frontend.cache_checks import check_cached
 from tilewise.kernels.hopper.descriptors import checked
 from tilewise.kernels.hopper.fwd import cached as schedules
 from tilewise.kernels.hopper.fwd.kernel import hopper_fwd_kernel

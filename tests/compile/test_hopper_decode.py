@@ -6,11 +6,11 @@ import re
 import pytest
 import torch
 import triton
+from helpers.cached_calls import check_cached
 from helpers.sass import innermost_loops, spills_in
 from helpers.tiers import sample_rows
 
 from tilewise import mods
-from tilewise.frontend.cache_checks import check_cached
 from tilewise.kernels.hopper.decode import launch
 from tilewise.kernels.hopper.descriptors import checked
 from tilewise.testing import SMEM_LIMIT, build, stats

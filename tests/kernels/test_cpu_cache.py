@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from helpers.cached_calls import check_cached
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tilewise.frontend.cache_checks import check_cached
 from tilewise.kernels.cpu import cache
 from tilewise.ops.kv_cache import lse_shape
 

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from helpers.cached_calls import check_cached
 from helpers.caches import INT32, contiguous, paged, sequences
 from helpers.plans import Memory
 from helpers.plans import run as launched
@@ -14,7 +15,6 @@ from helpers.tiers import sample, sample_rows
 import tilewise
 from tilewise import cache
 from tilewise.frontend import cache_checks
-from tilewise.frontend.cache_checks import check_cached
 from tilewise.kernels.portable import decode_launch
 from tilewise.problem import Extras, Scalars, describe
 from tilewise.testing import use_interpreter

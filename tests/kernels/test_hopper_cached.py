@@ -6,11 +6,11 @@ import math
 
 import pytest
 import torch
+from helpers.cached_calls import check_cached
 from helpers.caches import contiguous, paged, sequences
 from helpers.tiers import sample, sample_rows
 
 import tilewise
-from tilewise.frontend.cache_checks import check_cached
 from tilewise.kernels.hopper.fwd import cached as schedules
 from tilewise.testing import use_emulator
 from tilewise.testing.tolerance import assert_within

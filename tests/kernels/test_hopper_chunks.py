@@ -7,13 +7,13 @@ import math
 import pytest
 import torch
 import triton.language as tl
+from helpers.cached_calls import check_cached
 from helpers.caches import paged
 from helpers.emulated_decoding import BF16, FEATURES, assert_equal, check, drawn, run
 from helpers.tiers import sample, sample_rows
 
 import tilewise
 from tilewise import mods
-from tilewise.frontend.cache_checks import check_cached
 from tilewise.kernels.hopper.decode import launch
 from tilewise.testing import use_emulator
 from tilewise.tile import split_schedule

@@ -6,11 +6,11 @@ import itertools
 
 import pytest
 import torch
+from helpers.cached_calls import check_cached
 from helpers.eight_bits import DTYPES, KINDS, quantised
 from helpers.tiers import every, sample, sample_rows
 
 import tilewise
-from tilewise.frontend.cache_checks import check_cached
 from tilewise.kernels.common.relaunch import distinct_cached, pattern_of
 from tilewise.kernels.hopper.decode import launch, tiles
 from tilewise.testing import use_emulator

@@ -14,6 +14,7 @@ import torch
 from .. import dispatch
 from ..frontend.cache_checks import check_cached
 from ..kernels.common.cached import Cached, lse_shape
+from ..problem import Extras
 from ..tile.paging import capacity
 from ..tile.split_kv import pieces
 from .cards import Card, Roof, cpu_roof
@@ -126,9 +127,8 @@ def cached_of(of: Decode, split_size: int | None) -> Cached:
         shape = of.batch * pages, of.page_size
         table = torch.zeros(of.batch, pages, dtype=INT32)
     k, v = (torch.empty(*shape, of.nheads_k, n, dtype=dtype) for n in (of.headdim, of.headdim_v))
-    lengths = torch.tensor(of.sequences, dtype=INT32), None
-    numbers = of.causal, None, None, None, split_size
-    return check_cached(q, k, v, table, lengths, (None, None, None), numbers, "bshd")
+    extras = Extras(seqused_k=torch.tensor(of.sequences, dtype=INT32))
+    return check_cached(Cached(q, k, v, table, extras), causal=of.causal, split_size=split_size)
 
 
 def answers_of(cached: Cached, target: str) -> list[Answer]:

@@ -10,6 +10,7 @@ import torch
 from ..dispatch import check_backend
 from ..errors import HEADS_FIRST, OURS
 from ..features import refuse
+from ..kernels.common.cached import NO_CACHE
 from ..kernels.common.quantized import Quantized
 from ..keywords import refuses_others, unexpected
 from ..mods.block_mask import BlockMask, block_mask_of
@@ -250,13 +251,17 @@ def attention(
         unserved |= dict(block_mask=block_mask, score_mod=score_mod, dropout_p=dropout_p or None)
         refuse("cached", **unserved)
         check_backend(backend)
-        score_args = alibi_slopes, sinks, mask_mod
-        numbers = causal, scale, window, softcap, split_size
+        read = q, k, v, page_table, seqused_k, cu_seqlens_q, alibi_slopes, sinks, *descales
         cached = check_cached(
-            *(q, k, v, page_table, (seqused_k, cu_seqlens_q)),
-            *(score_args, numbers, layout, descales),
+            NO_CACHE.of_tensors(read)._replace(backend=backend, entry=entry),
+            causal=causal,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            split_size=split_size,
+            mask_mod=mask_mod,
+            layout=layout,
         )
-        cached = cached._replace(backend=backend, entry=entry)
         is_cache = out is not None or is_cached(k, page_table, cu_seqlens_q, cu_seqlens_k)
         if not is_cache and ops.needs_grad(cached.q, cached.k, cached.v, sinks):
             out, lse = cache_ops.train(cached, check_flag("deterministic", deterministic))

@@ -35,23 +35,20 @@ def is_cached(
 
 
 def check_cached(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    page_table: Tensor | None,
-    lengths: tuple[Tensor | None, Tensor | None],
-    score_args: tuple[Tensor | None, Tensor | None, Predicate | None],
-    numbers: tuple[bool | str, float | None, Window, float | None, int | None],
-    layout: str,
-    descales: tuple[Tensor | None, Tensor | None] = (None, None),
+    cached: Cached,
+    *,
+    causal: bool | str = False,
+    scale: float | None = None,
+    window: Window = None,
+    softcap: float | None = None,
+    split_size: int | None = None,
+    mask_mod: Predicate | None = None,
+    layout: str = "bshd",
 ) -> Cached:
-    """`lengths` are seqused_k and cu_seqlens_q; `score_args` alibi_slopes, sinks and mask_mod;
-    `numbers` causal, scale, window, softcap and split_size; `descales` are those of k and of v.
-    """
-    seqused_k, cu_seqlens_q = lengths
-    slopes, sinks, mask_mod = score_args
-    causal, scale, window, softcap, split_size = numbers
-    q, k, v = _in_order(q, k, v, cu_seqlens_q, layout)
+    """The checked call of a `Cached` that has the caller's tensors alone."""
+    page_table, extras = cached.page_table, cached.extras
+    seqused_k, cu_seqlens_q = extras.seqused_k, extras.cu_seqlens_q
+    q, k, v = _in_order(cached.q, cached.k, cached.v, cu_seqlens_q, layout)
     share_batch(k, v)
     if cu_seqlens_q is None:
         share_batch(q, k if page_table is None else page_table, seqused_k)
@@ -61,24 +58,24 @@ def check_cached(
             f"causal={causal!r} with a cache: the queries are the last ones of their sequence, so "
             "it must be False, True or 'bottom_right'"
         )
-    extras = Extras(slopes, sinks, seqused_k, None, cu_seqlens_q)
     sides = band(window, causal is not False)
     _check_lengths(q, k, page_table, extras)
     batch = batch_of(q, cu_seqlens_q)
     modifiers = modifiers_of(mask_mod, None, None, (batch, q.shape[-2], 0, 0))
     extras = extras._replace(captured=modifiers.captured)
-    for name, x in (("alibi_slopes", slopes), ("sinks", sinks)):
+    for name, x in zip(Extras._fields[:2], extras[:2]):
         if x is not None:
             check_tensor(name, x)
             check_optional(name, x, q, batch, f"{batch} sequences")
     for x in extras.captured:
         check_device("mask_mod has a tensor", x, "q", q, " (Mask.to)", verb="")
-    named = zip(("k_descale", "v_descale"), descales, (("k", k), ("v", v)))
-    scales = [check_descale(*each, batch, layout) for each in named]
+    k_descale = check_descale("k_descale", cached.k_descale, ("k", k), batch, layout)
+    v_descale = check_descale("v_descale", cached.v_descale, ("v", v), batch, layout)
     scalars = Scalars(*check_numbers(scale, softcap, q.shape[-1], q.dtype), *sides)
     size = check_split_size(split_size, q.shape[-2] // k.shape[2])
-    cached = Cached(q, k, v, page_table, extras, scalars, size, modifiers.mods.mask)
-    cached = cached._replace(k_descale=scales[0], v_descale=scales[1])
+    cached = cached._replace(q=q, k=k, v=v, k_descale=k_descale, v_descale=v_descale)
+    cached = cached._replace(extras=extras, scalars=scalars, split_size=size)
+    cached = cached._replace(mask=modifiers.mods.mask)
     check_cached_values(cached)
     return cached
 

@@ -251,9 +251,16 @@ def flash_attn_varlen_func(
     if not all(x is y for x, y in zip(inputs, (q, k, v))):
         entry = None  # what is launched are others
     if block_table is not None:
-        numbers = _flag(causal), softmax_scale, window_size, softcap
-        others = attention_chunk, dropout_p, descales[1:]
-        outputs = varlen_of_pages(q, k, v, block_table, lengths, score_args, numbers, others)
+        refuse("cached", seqused_q=seqused_q, dropout_p=dropout_p or None)
+        used_k = cu_seqlens_k.diff() if seqused_k is None else seqused_k
+        outputs = varlen_of_pages(
+            (q, k, v, block_table, used_k, cu_seqlens_q, *score_args, *descales[1:]),
+            causal=_flag(causal),
+            scale=softmax_scale,
+            window_size=window_size,
+            softcap=softcap,
+            attention_chunk=attention_chunk,
+        )
         return _returned(*outputs, return_attn_probs, return_lse)
     q, k, v = in_order(q, k, v, "bshd", True)
     chunk = check_chunk(attention_chunk)

@@ -9,8 +9,7 @@ from typing import Any, Never
 import torch
 
 from ..errors import ArgumentError
-from ..features import refuse
-from ..kernels.common.cached import AppendedCall
+from ..kernels.common.cached import NO_CACHE, OUT, AppendedCall
 from ..kernels.common.shared_memory import check_written
 from ..keywords import refuses_others, unexpected
 from ..mods.masks import Predicate, chunked
@@ -223,14 +222,20 @@ def flash_attn_with_kvcache(
             for x, y in zip(stored, (k_cache, v_cache, *descales))
         ):
             inner = None  # of copies
-    score_args = alibi_slopes, learnable_sink, chunked(chunk) if chunk else None
-    numbers = causal, softmax_scale, window, softcap, None
-    cache_of = q, k_cache, v_cache, place, used, cu_seqlens_q
+    tensors = q, k_cache, v_cache, place, used, cu_seqlens_q, alibi_slopes, learnable_sink
     outer = None if has_new or chunk else entry
-    found, lse = _attend(cache_of, score_args, numbers, out, inner or outer, tuple(descales))
+    result, lse = _attend(
+        (*tensors, *descales, out),
+        causal=causal,
+        scale=softmax_scale,
+        window=window,
+        softcap=softcap,
+        mask_mod=chunked(chunk) if chunk else None,
+        entry=inner or outer,
+    )
     if entry is not None and keep is not None and inner is not None and inner.call is not None:
         entry.call = keep(inner.call)
-    return (found, lse) if check_flag("return_softmax_lse", return_softmax_lse) else found
+    return (result, lse) if check_flag("return_softmax_lse", return_softmax_lse) else result
 
 
 def _lengths(
@@ -307,52 +312,43 @@ def flash_attn_combine(
 
 
 def varlen_of_pages(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_table: Tensor | None,
-    lengths: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
-    score_args: tuple[Tensor | None, Tensor | None],
-    numbers: tuple[bool, float | None, Window, float],
-    others: tuple[int, float, tuple[Tensor | None, Tensor | None]],
+    tensors: tuple[Tensor | None, ...],
+    *,
+    causal: bool,
+    scale: float | None,
+    window_size: Window,
+    softcap: float = 0.0,
+    attention_chunk: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """`flash_attn_varlen_func` over pages. `lengths` are seqused_k and _q and cu_seqlens_q and _k;
-    `others` attention_chunk, dropout_p and the scales of 8-bit k and v.
-    """
-    used_k, used_q, starts_q, starts_k = lengths
-    causal, scale, window_size, softcap = numbers
-    chunk = check_chunk(others[0])
-    refuse("cached", seqused_q=used_q, dropout_p=others[1] or None)
+    """`flash_attn_varlen_func` over pages, of `Cached.tensors`."""
+    chunk = check_chunk(attention_chunk)
     window = chunk_band(chunk, band(window_size, causal, "window_size"))
-    if used_k is None and starts_k is not None:
-        used_k = starts_k.diff()
-    cache = q, k, v, block_table, used_k, starts_q
-    modified = *score_args, chunked(chunk) if chunk else None
-    asked = causal, scale, window, softcap, None
-    return _attend(cache, modified, asked, None, descales=others[2])
+    mask_mod = chunked(chunk) if chunk else None
+    options: Any = dict(causal=causal, scale=scale, window=window, softcap=softcap)
+    return _attend((*tensors, None), mask_mod=mask_mod, **options)
 
 
 def _attend(
-    cache: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None],
-    score_args: tuple[Tensor | None, Tensor | None, Predicate | None],
-    numbers: tuple[bool, float | None, Window, float, None],
-    out: Tensor | None,
+    tensors: tuple[Tensor | None, ...],
+    *,
+    causal: bool,
+    scale: float | None,
+    window: Window,
+    softcap: float,
+    mask_mod: Predicate | None,
     entry: Entry | None = None,
-    descales: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> tuple[Tensor, Tensor]:
-    """Attention with a KV cache: relaunched where its signature is cached, else checked. `entry` is
-    the cache entry of the caller's arguments, if it has one.
+    """Attention with a KV cache, of `Cached.tensors` and `out`: relaunched where its signature is
+    cached, else checked. `entry` is the cache entry of the caller's arguments, if it has one.
     """
-    slopes, sinks, mask_mod = score_args
-    causal, scale, window, softcap, split_size = numbers
-    tensors = *cache, slopes, sinks, *descales, out
     addresses = None
     if mask_mod is None and entry is None:
-        words = "cache", causal, scale, softcap, split_size, invariance.is_on
+        words = "cache", causal, scale, softcap, invariance.is_on
         entry, addresses = find(tensors, words, window, checks_values=True)
     if entry is not None and entry.call is not None:
         known = launch_step(entry.call, tensors, addresses, True)
         if known is not None:
             return known
-    cached = check_cached(*cache[:4], cache[4:], score_args, numbers, "bshd", descales)
-    return attend_cached(cached._replace(entry=entry), out, "bshd")
+    cached = NO_CACHE.of_tensors(tensors[:OUT])._replace(entry=entry)
+    options: Any = dict(causal=causal, scale=scale, window=window, softcap=softcap)
+    return attend_cached(check_cached(cached, mask_mod=mask_mod, **options), tensors[OUT], "bshd")

@@ -75,15 +75,13 @@ def _attend_pages(arguments: FlashArguments) -> tuple[Tensor, Tensor]:
     q, k, v = _in_batch(False, arguments[:INPUTS])
     window = arguments.window_size_left, arguments.window_size_right
     with torch.no_grad():
+        slopes, used_k = arguments.alibi_slopes, arguments.seqused_k
+        table, starts = arguments.block_table, arguments.cum_seq_q
         return varlen_of_pages(
-            q,
-            k,
-            v=v,
-            block_table=arguments.block_table,
-            lengths=(arguments.seqused_k, None, arguments.cum_seq_q, None),
-            score_args=(arguments.alibi_slopes, None),
-            numbers=(arguments.is_causal, arguments.scale, window, 0.0),
-            others=(0, 0.0, (None, None)),
+            (q, k, v, table, used_k, starts, slopes, None, None, None),
+            causal=arguments.is_causal,
+            scale=arguments.scale,
+            window_size=window,
         )
 
 

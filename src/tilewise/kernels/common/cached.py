@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from ...errors import short
-from ...problem import Extras, Mods, Problem, Scalars, describe
+from ...problem import NO_EXTRAS, Extras, Mods, Problem, Scalars, describe
 from ...tile.quantize import by_row
 from ...tile.rotary import Rotary
 from ...tile.split_kv import default_split_size
@@ -24,15 +24,15 @@ OUT = len(READ_NAMES)
 
 
 class Cached(NamedTuple):
-    """A call with a KV cache after argument validation."""
+    """A call with a KV cache; `frontend.cache_checks` checks its tensors and adds its numbers."""
 
     q: Tensor  # (batch, seqlen_q, nheads, headdim), or (total_q, nheads, headdim)
     k: Tensor  # (batch, seqlen_k, nheads_k, headdim), or pages (num_pages, page_size, ...)
     v: Tensor
-    page_table: Tensor | None  # (batch, pages), int32
-    extras: Extras
-    scalars: Scalars
-    split_size: int  # 0: not asked for, so that a backend may sum keys in another way
+    page_table: Tensor | None = None  # (batch, pages), int32
+    extras: Extras = NO_EXTRAS
+    scalars: Scalars = Scalars(1.0)
+    split_size: int = 0  # 0: not asked for, so that a backend may sum keys in another way
     mask: str = ""  # the name of the mask's tree
     backend: str | None = None  # the name of one to force
     entry: Any = None  # where the step is kept, an `ops.calls.Entry`, or None
@@ -85,6 +85,9 @@ class Cached(NamedTuple):
         q = self.q if self.q.dim() == 4 else self.q.unsqueeze(0)
         flags = "bottom_right", False, Mods(self.mask)
         return describe(q, self.k, self.v, self.extras, self.scalars, *flags)
+
+
+NO_CACHE = Cached(*[cast(Any, None)] * 3)  # for `of_tensors`
 
 
 class Append(NamedTuple):
