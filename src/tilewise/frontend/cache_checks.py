@@ -72,10 +72,9 @@ def check_cached(
     k_descale = check_descale("k_descale", cached.k_descale, ("k", k), batch, layout)
     v_descale = check_descale("v_descale", cached.v_descale, ("v", v), batch, layout)
     scalars = Scalars(*check_numbers(scale, softcap, q.shape[-1], q.dtype), *sides)
-    size = check_split_size(split_size, q.shape[-2] // k.shape[2])
     cached = cached._replace(q=q, k=k, v=v, k_descale=k_descale, v_descale=v_descale)
-    cached = cached._replace(extras=extras, scalars=scalars, split_size=size)
-    cached = cached._replace(mask=modifiers.mods.mask)
+    cached = cached._replace(extras=extras, scalars=scalars, mask=modifiers.mods.mask)
+    cached = cached._replace(split_size=check_split_size(split_size, q.shape[-2] // k.shape[2]))
     check_cached_values(cached)
     return cached
 

@@ -323,9 +323,8 @@ def varlen_of_pages(
     """`flash_attn_varlen_func` over pages, of `Cached.tensors`."""
     chunk = check_chunk(attention_chunk)
     window = chunk_band(chunk, band(window_size, causal, "window_size"))
-    mask_mod = chunked(chunk) if chunk else None
     options: Any = dict(causal=causal, scale=scale, window=window, softcap=softcap)
-    return _attend((*tensors, None), mask_mod=mask_mod, **options)
+    return _attend((*tensors, None), mask_mod=chunked(chunk) if chunk else None, **options)
 
 
 def _attend(
