@@ -16,7 +16,7 @@ class Here(Arena):
 
     def grow(self, nbytes, signature):
         self.memory = SimpleNamespace(
-            allocate=lambda *asked: [torch.zeros(nbytes, dtype=torch.uint8)]
+            allocate=lambda *asked, **more: [torch.zeros(nbytes, dtype=torch.uint8)]
         )
         super().grow(nbytes, signature)
 

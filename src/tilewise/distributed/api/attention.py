@@ -98,7 +98,7 @@ def attention(
     with reporting(layout, q, k, v):
         entry = None
         has_functions = not (mask_mod is score_mod is dropout_rng is None)
-        if not has_functions and _is_plain(dropout_p, return_lse, others):
+        if not has_functions and _is_plain(dropout_p, return_lse, others=others):
             settings = causal, scale, softcap, deterministic, backend, method, bitwise, order
             tensors, settings = (q, k, v, alibi_slopes, sinks), (*settings, dropout_p)
             entry = known_calls.entry_of_call(layout, tensors, settings=settings, window=window)
@@ -120,8 +120,9 @@ def attention(
         places = None
         if dtensor.are_dtensors(q, k, v):
             places = dtensor.places_of(layout, q, k, v, order=order)
-            dtensor.check_indices(places, mask_mod, score_mod, dropout_p=dropout_p)
-            q, k, v = dtensor.local(q, k, v)
+            dtensor.check_indices(places, mask_mod, score_mod=score_mod, dropout_p=dropout_p)
+            inputs: Any = q, k, v
+            q, k, v = (x.to_local() for x in inputs)
             alibi_slopes = dtensor.of_heads(places, alibi_slopes, is_learned=False)
             sinks = dtensor.of_heads(places, sinks, is_learned=True)
         is_packed = q.dim() == 3 and layout.cu_seqlens is not None

@@ -96,11 +96,6 @@ def _check_ranks(layout: Layout, mesh: Any, *, dim: int) -> None:
         )
 
 
-def local(*inputs: Any) -> tuple[Tensor, ...]:
-    """Returns the parts of q, k and v that lie on this rank."""
-    return tuple(x.to_local() for x in inputs)
-
-
 def of_heads(places: Places, x: Any, *, is_learned: bool) -> Any:
     """Returns this rank's part of a tensor (nheads,) or (batch, nheads), and a plain tensor as it
     is. The gradient of a learned one is a part of a sum over all ranks that have

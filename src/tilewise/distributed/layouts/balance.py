@@ -33,7 +33,7 @@ class Chunk(NamedTuple):
 
 
 def balanced(cu_seqlens: Sequence[int], ranks: int, *, chunk: int) -> list[list[tuple[int, int]]]:
-    """The runs of each rank, in the order of the sequence.
+    """Deals chunks to ranks: the runs of each, in the order of the sequence.
 
     >>> balanced([0, 2, 8], ranks=2, chunk=2)
     [[(2, 4), (6, 8)], [(0, 2), (4, 6)]]

@@ -19,7 +19,7 @@ class Members(NamedTuple):
 
 
 def global_ranks(group: Any) -> list[int]:
-    """The ranks of a group among all processes; this one alone where there is no group."""
+    """Lists the ranks of a group among all processes; this one alone where there is no group."""
     return [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
 
 

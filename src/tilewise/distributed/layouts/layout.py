@@ -48,7 +48,7 @@ class Layout:
     group: Any = field(default=None, compare=False, repr=False)
 
     def __hash__(self) -> int:
-        """Computed once: runs may be thousands, and calls are looked up by their layout."""
+        """Hashes runs, which may be thousands, once: calls are looked up by their layout."""
         value: int | None = self.__dict__.get("_hash")
         if value is None:
             value = hash((self.kind, self.seqlen, self.runs, self.rank, self.cu_seqlens))
@@ -105,7 +105,7 @@ class Layout:
         return torch.tensor([*counts, *named, *starts, *places])
 
     def at(self, rank: int) -> Layout:
-        """The layout as another rank sees it.
+        """Returns the layout as another rank sees it.
 
         >>> import tilewise.distributed as td
         >>> td.contiguous(5, 2).at(1).positions
@@ -118,7 +118,7 @@ class Layout:
         return replace(self, rank=rank)
 
     def packed(self, cu_seqlens: Sequence[int] | Tensor) -> Layout:
-        """The layout of the tokens as packed documents, which do not attend to each other.
+        """Returns the layout of packed documents, which do not attend to each other.
 
         >>> import tilewise.distributed as td
         >>> td.contiguous(5, 2).packed([0, 2, 5]).positions
@@ -127,8 +127,8 @@ class Layout:
         return made(replace(self, cu_seqlens=check_starts(cu_seqlens, self.seqlen)))
 
     def shard(self, x: Tensor, dim: int | None = None) -> Tensor:
-        """The part of a whole tensor that this rank has, along `dim`: by default 1, or 0 if there
-        is only one.
+        """Returns this rank's part of a whole tensor, along `dim`: by default 1, or 0 if there is
+        only one.
 
         >>> import torch, tilewise.distributed as td
         >>> td.zigzag(8, 2).shard(torch.arange(8))
@@ -144,8 +144,8 @@ class Layout:
         return torch.cat(parts, dim) if parts else x.narrow(dim, 0, 0)
 
     def unshard(self, x: Tensor | Sequence[Tensor], dim: int | None = None) -> Tensor:
-        """The inverse of `shard`, from a list with all ranks' parts or from this rank's part. With
-        the latter, all ranks must call it, because they exchange parts; that has no gradient.
+        """Inverts `shard`, from a list with all ranks' parts or from this rank's part. With the
+        latter, all ranks must call it, because they exchange parts; that has no gradient.
 
         >>> import torch, tilewise.distributed as td
         >>> layout = td.striped(6, 2, block=1)
@@ -196,7 +196,7 @@ class Layout:
         return moved.index_fill(dim, torch.tensor(last, device=labels.device).long(), ignored)
 
     def work(self, causal: bool = False, window: Window = None) -> tuple[int, ...]:
-        """How many query-key pairs each rank computes.
+        """Counts the query-key pairs that each rank computes.
 
         >>> import tilewise.distributed as td
         >>> td.contiguous(8, 2).work(causal=True), td.zigzag(8, 2).work(causal=True)
@@ -208,7 +208,7 @@ class Layout:
         )
 
     def explain(self, causal: bool = True, window: Window = None) -> str:
-        """A table with each rank's tokens, runs and work. All ranks wait for the slowest.
+        """Writes a table with each rank's tokens, runs and work. All ranks wait for the slowest.
 
         >>> import tilewise.distributed as td
         >>> print(td.zigzag(64, 2).explain())

@@ -76,6 +76,6 @@ def keys_of_span(span: Span, band: Band) -> Run:
 
 
 def _sum_of_least(start: int, stop: int, *, shift: int, most: int) -> int:
-    """The sum of min(i + shift, most) for i in [start, stop)."""
+    """Sums min(i + shift, most) for i in [start, stop)."""
     turn = min(max(most - shift, start), stop)  # from here on it is `most`
     return (start + turn - 1) * (turn - start) // 2 + shift * (turn - start) + most * (stop - turn)

@@ -32,7 +32,7 @@ SAVED = 5  # tensors per group: q, k, v, out and lse
 
 
 def supports(spec: CallSpec, nheads: int, nheads_k: int) -> str | None:
-    """None, or why the heads cannot be dealt."""
+    """Returns None, or why the heads cannot be dealt."""
     ranks = spec.layout.ranks
     if nheads_k % ranks:
         return f"{nheads_k} key heads cannot be dealt evenly over {ranks} ranks"
@@ -61,11 +61,11 @@ def _forward(
     tensors = [q, k, v] if plan is not None and plan.is_plain else [in_rows(x) for x in (q, k, v)]
     if plan is None:
         signature = f"attention (heads): {spec.signature}"
-        plan = HeadExchange(spec, signature, tensors, groups=groups_of(spec, q, k, v))
+        plan = HeadExchange(spec, signature, tensors=tensors, groups=groups_of(spec, q, k, v))
         plan.is_plain = tensors[0] is q and tensors[1] is k and tensors[2] is v
         if spec.prepared is not None:
             spec.prepared.heads = plan
-    incoming = IncomingHeads(arena, plan, tensors)
+    incoming = IncomingHeads(arena, plan, tensors=tensors)
     results = [q.new_empty(*q.shape[:3], v.shape[3])]
     if return_lse:
         exact = torch.promote_types(q.dtype, torch.float32)
@@ -112,8 +112,8 @@ class _Heads(torch.autograd.Function):
                 dq, _, dv = results
                 dout = dq.new_zeros(*dq.shape[:3], dv.shape[3])
             tensors = [in_rows(x) for x in (dout, dlse) if x is not None]
-            plan = HeadExchange(spec, signature, tensors, groups=ctx.groups)
-            incoming = IncomingHeads(ctx.arena, plan, tensors)
+            plan = HeadExchange(spec, signature, tensors=tensors, groups=ctx.groups)
+            incoming = IncomingHeads(ctx.arena, plan, tensors=tensors)
 
             def saved_of_group(number: int) -> Saved:
                 dout, *dlses = incoming.arrive(number)
@@ -133,10 +133,10 @@ def backward(arena: Arena, spec: CallSpec, saved: Saved) -> Grads:
     plan = HeadExchange(
         spec,
         f"the backward of attention (heads): {spec.signature}",
-        tensors,
+        tensors=tensors,
         groups=groups_of(spec, saved.q, saved.k, saved.v),
     )
-    incoming = IncomingHeads(arena, plan, tensors)
+    incoming = IncomingHeads(arena, plan, tensors=tensors)
 
     def saved_of_group(number: int) -> Saved:
         dout, *arrived = incoming.arrive(number)
@@ -172,9 +172,7 @@ def _gradients(
 
 
 class HeadExchange:
-    """How heads of tensors of these shapes and strides, (batch, tokens, heads, headdim) or (batch,
-    heads, tokens), come to this rank, and how heads of results go back.
-    """
+    """How heads of tensors of some shapes and strides come here, and how results go back."""
 
     is_plain = False  # whether calls of its signature need no copies of their tensors
 
@@ -182,8 +180,8 @@ class HeadExchange:
         self,
         spec: CallSpec,
         signature: str,
-        tensors: Sequence[Tensor],
         *,
+        tensors: Sequence[Tensor],
         groups: tuple[range, ...],
     ) -> None:
         self.layout, self.groups = spec.layout, groups
@@ -229,10 +227,11 @@ class HeadExchange:
 class IncomingHeads:
     """A rank's heads of tensors of its rows, which arrive group by group."""
 
-    def __init__(self, arena: Arena, plan: HeadExchange, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, arena: Arena, plan: HeadExchange, *, tensors: Sequence[Tensor]) -> None:
         self.arena, self.plan = arena, plan
         self.memory = [x.new_empty(n) for x, n in zip(tensors, plan.sizes)]
-        publish_copies(arena, plan.copies, plan.signature, sources=tensors, targets=self.memory)
+        signature, memory = plan.signature, self.memory
+        publish_copies(arena, plan.copies, signature=signature, sources=tensors, targets=memory)
         self.marks = arena.pull(plan.copies.pieces, self.memory)
 
     def arrive(self, number: int) -> list[Tensor]:
@@ -257,7 +256,9 @@ class OutgoingRows:
         copies = self.plan.to_rows(number, self.results)
         self._arrive()  # before the barrier, which says that all have read what they were to
         sources = [x.contiguous() for x in tensors]
-        publish_copies(arena, copies, self.signature, sources=sources, targets=self.results)
+        publish_copies(
+            arena, copies, signature=self.signature, sources=sources, targets=self.results
+        )
         memory = result.new_empty(copies.placed_nbytes, dtype=torch.uint8)
         self.marks = arena.pull(copies.pieces, [memory])
         self._place()  # of the group before

@@ -47,7 +47,7 @@ class PreparedLaunch:
         self.k_is_dense, self.v_is_dense = dense_k is k, dense_v is v
         self.q_is_aligned = aligned(q)  # whether it is read where it is
         self.is_joint = k.shape == v.shape
-        count = groups_of(layout, k.shape[2], layout.seqlen * k.shape[3] * k.itemsize)
+        count = groups_of(layout, k.shape[2], head_bytes=layout.seqlen * k.shape[3] * k.itemsize)
         heads = k.shape[2] // count
         self.v_offset = heads * k.shape[3] * k.itemsize  # bytes from K to V, where they are joint
         # (groups, seqlen, 1, ..., headdim)
@@ -90,7 +90,7 @@ def attend(arena: Any, spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple
     for start, stop in plan.hidden:  # what a kernel reads must be finite
         for x in pulled:
             x[:, start:stop] = 0
-    publish_copies(arena, plan.copies, plan.signature, sources=sources, targets=pulled)
+    publish_copies(arena, plan.copies, signature=plan.signature, sources=sources, targets=pulled)
     arena.begin_pieces(plan.sources)
     (last,) = arena.pull([plan.pieces], pulled, counted=len(pulled))
     try:
@@ -163,7 +163,7 @@ def _forward_of(
     from ...kernels.hopper.fwd.runs_launch import RunsForward
 
     walk = walk_of(layout, Band(scalars.left, scalars.right), heads=heads)
-    return RunsForward(problem, scalars, walk)
+    return RunsForward(problem, scalars, walk=walk)
 
 
 def _problem(spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Problem, Scalars]:

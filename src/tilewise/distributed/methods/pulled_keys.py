@@ -44,8 +44,11 @@ def pull_keys(
         pulls, tokens = pulls_of(layout, band), layout.seqlen
         hidden = unseen_keys(layout, band) if reads_all else hidden_keys(layout, band)
     else:
-        pulls, tokens = packed_runs.pulls_into(layout, packing, band.left), packing.starts_k[-1]
-        hidden = packed_runs.hidden_in(layout, packing, band.left)
+        pulls, tokens = (
+            packed_runs.pulls_into(layout, packing, left=band.left),
+            packing.starts_k[-1],
+        )
+        hidden = packed_runs.hidden_in(layout, packing, left=band.left)
     if len(pulls) > FEW_LISTS:
         pulls = (tuple(x for part in pulls for x in part),)
     copies = keys_to_queries(
@@ -63,11 +66,13 @@ def pull_keys(
     for start, stop in hidden:
         keys[:, start:stop] = 0
         values[:, start:stop] = 0
-    publish_copies(arena, copies, signature, sources=tensors, targets=memory)
+    publish_copies(arena, copies, signature=signature, sources=tensors, targets=memory)
     marks = arena.pull(copies.pieces, memory)
     if len(pulls) == 1:
         marks = [x for x in marks for _ in layout.spans]
-    return rows.PulledKeys(keys, values, arena, marks=tuple(marks), is_packed=packing is not None)
+    return rows.PulledKeys(
+        keys, values, arena=arena, marks=tuple(marks), is_packed=packing is not None
+    )
 
 
 @functools.lru_cache(maxsize=256)

@@ -28,7 +28,7 @@ Tensor = torch.Tensor
 
 
 def supports(spec: CallSpec, nheads: int, nheads_k: int) -> str | None:
-    """None, or why results cannot be merged."""
+    """Returns None, or why results cannot be merged."""
     if spec.bitwise and spec.layout.ranks > 1:
         differs = "it merges results, which differ from those of one process in the last bits"
         return f"{differs}: pass bitwise=False"
@@ -102,7 +102,7 @@ def forward(arena: Arena, spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> tu
     sinks = spec.extras.sinks
     signature = f"attention (ring): {spec.signature}"
     tensors = [k.transpose(0, 1), v.transpose(0, 1)]
-    published = publish_rows(arena, signature, tensors, counts=spec.layout.counts)
+    published = publish_rows(arena, signature, tensors=tensors, counts=spec.layout.counts)
     exact = torch.promote_types(q.dtype, torch.float32)
     total = q.new_zeros(*q.shape[:3], v.shape[3], dtype=exact)
     lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=exact)
@@ -124,8 +124,8 @@ def forward(arena: Arena, spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> tu
 def backward(arena: Arena, spec: CallSpec, saved: Saved) -> Grads:
     """Computes the gradients of `attend`."""
     signature = f"the sums of the backward of attention (ring): {spec.signature}"
-    sums = Sums(arena, spec, signature, dtype=saved.k.dtype)
-    dq, dsinks = _gradients(arena, spec, saved, add_key_grads=sums.begin)
+    sums = Sums(arena, spec, signature=signature, dtype=saved.k.dtype)
+    dq, dsinks = _gradients(arena, spec, saved=saved, add_key_grads=sums.begin)
     dk, dv = sums.finish()
     arena.settle(dq, dk, dv)
     if dsinks is not None and spec.extras.sinks is not None:
@@ -134,13 +134,13 @@ def backward(arena: Arena, spec: CallSpec, saved: Saved) -> Grads:
 
 
 def _gradients(
-    arena: Arena, spec: CallSpec, saved: Saved, *, add_key_grads: AddKeyGrads
+    arena: Arena, spec: CallSpec, *, saved: Saved, add_key_grads: AddKeyGrads
 ) -> QueryGrads:
     """Computes gradients of a rank's queries, and adds those of keys, with P of the whole row."""
     dlse, k, v, out, lse = saved.dlse, saved.k, saved.v, saved.out, saved.lse
     signature = f"the backward of attention (ring): {spec.signature}"
     tensors = [k.transpose(0, 1), v.transpose(0, 1)]
-    published = publish_rows(arena, signature, tensors, counts=spec.layout.counts)
+    published = publish_rows(arena, signature, tensors=tensors, counts=spec.layout.counts)
     dout = torch.zeros_like(out) if saved.dout is None else saved.dout
     dout, q, out = (x.to(working_dtype(saved.q)) for x in (dout, saved.q, out))
     seqlen, batch = spec.layout.seqlen, q.shape[0]
@@ -148,7 +148,7 @@ def _gradients(
     dk, dv = (lse.new_zeros(batch, seqlen, *x.shape[2:]) for x in (k, v))
     plain = spec._replace(extras=Extras())
     for shard in shards_in_turn(published, spec):
-        queries = Saved(dout, dlse, q, k=shard.k, v=shard.v, out=out, lse=lse)
+        queries = Saved(dout, dlse, q=q, k=shard.k, v=shard.v, out=out, lse=lse)
         parts = [torch.zeros_like(x, dtype=lse.dtype) for x in (shard.k, shard.v)]
         for x in shard.calls:
             grads = gradients_of(plain, x.saved_of(queries), band=x.band)

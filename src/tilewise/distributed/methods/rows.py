@@ -140,7 +140,7 @@ def gradients(
 ) -> QueryGrads:
     """Computes gradients of a rank's queries. A single run adds those of keys early."""
     if len(spec.layout.spans) == 1:
-        return _gradients_of_one_run(spec, saved, pulled, add_key_grads=add_key_grads)
+        return _gradients_of_one_run(spec, saved, pulled=pulled, add_key_grads=add_key_grads)
     sinks, exact = spec.extras.sinks, saved.lse.dtype
     dq = torch.empty_like(saved.q)
     dsinks = None if sinks is None else torch.zeros_like(sinks, dtype=exact)

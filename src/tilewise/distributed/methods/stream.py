@@ -66,7 +66,7 @@ def _attend(arena: Arena, spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> tu
     if is_placed:
         pulled.arrive_all()
         return placed.attend(spec, q, pulled.k, pulled.v)
-    return module.attend(spec._replace(backend=backend), q, pulled)
+    return module.attend(spec._replace(backend=backend), q, pulled=pulled)
 
 
 def backward(arena: Arena, spec: CallSpec, saved: Saved) -> Grads:
@@ -90,7 +90,7 @@ def backward(arena: Arena, spec: CallSpec, saved: Saved) -> Grads:
         pulled.arrive_all()
         pulled = pulled._replace(k=pulled.k.to(exact), v=pulled.v.to(exact))
     exact_saved = saved._replace(dout=dout, q=q, out=out)
-    grads = _in_groups(arena, spec, exact_saved, pulled=pulled, signature=signature)
+    grads = _in_groups(arena, spec, saved=exact_saved, pulled=pulled, signature=signature)
     arena.settle(*grads[:3])
     sinks = spec.extras.sinks
     if grads.dsinks is None or sinks is None:
@@ -99,7 +99,7 @@ def backward(arena: Arena, spec: CallSpec, saved: Saved) -> Grads:
 
 
 def _in_groups(
-    arena: Arena, spec: CallSpec, saved: Saved, *, pulled: rows.PulledKeys, signature: str
+    arena: Arena, spec: CallSpec, *, saved: Saved, pulled: rows.PulledKeys, signature: str
 ) -> Grads:
     """Computes gradients in as many groups of heads as leave little memory."""
     dtype, nheads_k = saved.k.dtype, saved.k.shape[2]
@@ -109,7 +109,7 @@ def _in_groups(
         keys = pulled._replace(k=pulled.k[:, :, heads], v=pulled.v[:, :, heads])
         of_group, saved_of_group = _of_heads(spec, saved, group=group, nheads_k=nheads_k)
         saved_of_group = saved_of_group._replace(k=keys.k, v=keys.v)
-        sums = Sums(arena, spec, f"the sums of {signature}", dtype=dtype)
+        sums = Sums(arena, spec, signature=f"the sums of {signature}", dtype=dtype)
         query_grads.append(_gradients(of_group, saved_of_group, keys, add_key_grads=sums.begin))
         key_grads.append(sums.finish())
     dq, dsinks = _joined(query_grads)
@@ -134,7 +134,7 @@ def _gradients(
         return placed.gradients(spec, saved, add_key_grads=add_key_grads)
     is_packed = pulled.is_packed or packed_runs.serves(spec, saved.q)
     module = packed_runs if is_packed else rows
-    return module.gradients(spec, saved, pulled, add_key_grads=add_key_grads)
+    return module.gradients(spec, saved, pulled=pulled, add_key_grads=add_key_grads)
 
 
 def _groups(spec: CallSpec, saved: Saved) -> list[range]:

@@ -23,7 +23,7 @@ Tensor = torch.Tensor
 class Sums:
     """Adds the parts of a call, in `dtype`."""
 
-    def __init__(self, arena: Arena, spec: CallSpec, signature: str, *, dtype: torch.dtype) -> None:
+    def __init__(self, arena: Arena, spec: CallSpec, *, signature: str, dtype: torch.dtype) -> None:
         self.arena, self.spec, self.signature, self.dtype = arena, spec, signature, dtype
         self.parts: list[Tensor] = []
         self.totals: list[Tensor] = []
@@ -81,20 +81,18 @@ class Sums:
             self.arena.add_runs(x, tables.places[self.number], targets=None, total=half)
 
     def _add(self) -> None:
-        """Adds the parts of the slice that is published, and publishes the next beside. The barrier
-        follows the sums of the one before: it says that what they read may be written over.
-        """
+        """Adds published parts once the sums before are made, and publishes the next."""
         arena, tables = self.arena, self.tables
         if self.number == len(tables.slices):
             return
-        if self.number:
+        if self.number:  # after the barrier, what those sums have read may be written over
             arena.arrive(self.mark)
         arena.meet(self.signature)
         add = add_parts if arena.part_sums is None else add_by_kernel
         with arena.copying():
             for i, total in enumerate(self.totals):
                 piece = tables.slices[self.number]
-                add(self.published, i, piece, shared=tables.shared, total=total)
+                add(self.published, i, piece=piece, shared=tables.shared, total=total)
             self.mark = arena.mark()
         self.number += 1
         self._publish()

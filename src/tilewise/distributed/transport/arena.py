@@ -20,7 +20,7 @@ _arenas: dict[Any, Arena] = {}
 
 
 def host_of(group: Any) -> Barrier:
-    """The barrier of a process group on the host, one for all devices."""
+    """Returns the barrier of a process group on the host, one for all devices."""
     if group not in _hosts:
         weakref.finalize(store_of(group), _free, group).atexit = False
         _hosts[group] = Barrier(group)
@@ -28,9 +28,11 @@ def host_of(group: Any) -> Barrier:
 
 
 def arena_of(group: Any, device: torch.device) -> Arena:
-    """The arena of a process group for tensors on a device, one for all calls."""
-    if device.type != "cpu":
-        check_device(device)
+    """Returns the arena of a process group for tensors on a device, one for all calls."""
+    if device.type not in ("cpu", "cuda"):
+        raise NotImplementedError(
+            f"tensors on {device}: tilewise.distributed supports CPUs and GPUs"
+        )
     key = group, device
     if key not in _arenas:
         if device.type == "cpu":
@@ -42,7 +44,7 @@ def arena_of(group: Any, device: torch.device) -> Arena:
 
 
 def reporting(layout: Any, *tensors: Any) -> contextlib.AbstractContextManager[Any]:
-    """Inside, an error of this rank is left for the others of a layout, which would wait for it."""
+    """Leaves an error inside for the other ranks of a layout, which would wait for this one."""
     if torch.compiler.is_compiling() or not isinstance(layout, Layout) or layout.ranks == 1:
         return contextlib.nullcontext()
     group = layout.group
@@ -73,16 +75,8 @@ class Reporting:
                 arena.abandon(None if is_said else error)
 
 
-def check_device(device: torch.device) -> None:
-    """NotImplementedError but for CPUs and GPUs."""
-    if device.type != "cuda":
-        raise NotImplementedError(
-            f"tensors on {device}: tilewise.distributed supports CPUs and GPUs"
-        )
-
-
 def _free(group: Any) -> None:
-    """Once a group is destroyed."""
+    """Frees the arenas of a group that was destroyed."""
     _hosts.pop(group, None)
     for key in [x for x in _arenas if x[0] is group]:
         arena = _arenas.pop(key)
@@ -91,22 +85,23 @@ def _free(group: Any) -> None:
 
 
 def _on_gpus(group: Any, device: torch.device) -> Arena:
-    """The arena of GPUs: in symmetric memory, or in CUDA IPC where that fails on any rank."""
+    """Makes the arena of GPUs: symmetric memory, or CUDA IPC where that fails on any rank."""
     from .device_arena import DeviceArena, refuse_capture
     from .device_barrier import PAD, DeviceBarrier
 
     refuse_capture()
     host, signature, reasons = host_of(group), f"tilewise.distributed on {device.type}", []
     # Both kinds count on files that ranks share: sockets in the one, counts of users in the other
-    Files().allocate(host, PAD, signature)
+    Files().allocate(host, PAD, signature=signature)
     kinds: tuple[type[Symmetric | Ipc], ...] = Symmetric, Ipc
     for kind in kinds:
         memory = kind(group, device)
         try:
-            pads = memory.allocate(host, PAD, f"{signature}, by {kind.__name__}")
+            title = f"{signature}, by {kind.__name__}"
+            pads = memory.allocate(host, PAD, signature=title)
         except NotImplementedError as error:
             reasons.append(str(error))
         else:
-            barrier = DeviceBarrier(host, device, pads, memory)
-            return DeviceArena(barrier, kind(group, device), device)
+            barrier = DeviceBarrier(host, device, pads=pads, memory=memory)
+            return DeviceArena(barrier, kind(group, device), device=device)
     raise RuntimeError("no memory that GPUs share could be made: " + "; ".join(reasons))

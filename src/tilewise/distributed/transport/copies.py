@@ -137,8 +137,8 @@ class Blocks:
         if self.side_by_side:
             start, tensor = start + kind * width * unit, 0
         if self.kinds[kind].by_head:
-            return Place(tensor, start, of_row, of_token=unit, of_head=self.tokens * unit)
-        return Place(tensor, start, of_row, of_token=pitch, of_head=unit)
+            return Place(tensor, start, of_row=of_row, of_token=unit, of_head=self.tokens * unit)
+        return Place(tensor, start, of_row=of_row, of_token=pitch, of_head=unit)
 
     def joint_place(self, kind: int, group: range, *, before: int = 0) -> Place:
         """Returns the place in one memory, tensor 0, that has all tensors from byte `before` on."""
@@ -176,9 +176,11 @@ def place_of(x: Tensor, number: int) -> Place:
     """Returns where (batch, tokens, heads, headdim) or (batch, heads, tokens) lies, in bytes."""
     size = x.itemsize
     if x.dim() == 3:
-        return Place(number, 0, x.stride(0) * size, of_token=size, of_head=x.stride(1) * size)
+        return Place(
+            number, 0, of_row=x.stride(0) * size, of_token=size, of_head=x.stride(1) * size
+        )
     of_token = x.stride(1) * size
-    return Place(number, 0, x.stride(0) * size, of_token=of_token, of_head=x.shape[3] * size)
+    return Place(number, 0, of_row=x.stride(0) * size, of_token=of_token, of_head=x.shape[3] * size)
 
 
 def places_of(tensors: Sequence[Tensor]) -> tuple[Place, ...]:

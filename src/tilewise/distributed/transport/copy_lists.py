@@ -95,7 +95,7 @@ def _pieces(
     for head in range(heads):
         if nbytes:
             start, offset = source.moved(head=head).start, target.moved(head=head).start
-            yield Piece(rank, start, target.tensor, offset=offset, nbytes=nbytes)
+            yield Piece(rank, start, target=target.tensor, offset=offset, nbytes=nbytes)
 
 
 @functools.lru_cache(maxsize=256)
@@ -187,7 +187,9 @@ def heads_to_rows(
                 arrived = halves[me].joint_place(kind, group, before=slots[rank]).moved(row=b)
                 placed.append(copied(arrived, heads, tokens=layout.tokens))
     turn = [(me - step) % ranks for step in range(1, ranks)]
-    pieces = tuple(Piece(x, starts[x][me], 0, offset=slots[x], nbytes=part) for x in turn if part)
+    pieces = tuple(
+        Piece(x, starts[x][me], target=0, offset=slots[x], nbytes=part) for x in turn if part
+    )
     nbytes = max(sum(x.nbytes for x in halves) - half.nbytes for half in halves)
     return CopyList(
         nbytes,

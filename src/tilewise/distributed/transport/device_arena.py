@@ -76,7 +76,7 @@ class DeviceArena(Arena):
         self.host.wait(signature)  # no rank reads the blocks that go
         self.blocks = []
         self.views.clear()
-        self.blocks = self.memory.allocate(self.host, nbytes, signature)
+        self.blocks = self.memory.allocate(self.host, nbytes, signature=signature)
         self.starts = [x.data_ptr() for x in self.blocks]
 
     def copy(self, table: Table, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
@@ -85,7 +85,7 @@ class DeviceArena(Arena):
         if table.serves(source_addresses + target_addresses):
             self.copy_table(table, source_addresses, target_addresses, self.device)
         else:
-            super().copy(table, sources, targets)
+            super().copy(table, sources, targets=targets)
 
     def add_runs(
         self, parts: Tensor, places: Tensor, targets: Tensor | None, total: Tensor
@@ -139,7 +139,7 @@ class DeviceArena(Arena):
             self.waited = mark
 
     def begin_pieces(self, sources: tuple[int, ...]) -> None:
-        """Says, before `pull`, that none of the pieces of these ranks has arrived."""
+        """Sets the count of arrived pieces, which are these ranks', to 0 before `pull`."""
         self.barrier.expect(sources)
         self.pieces = 0
         with on_device(self.device):  # the default stream is that of the current one
@@ -165,9 +165,7 @@ class DeviceArena(Arena):
         self.ready.wait(self.side)
 
     def _follow(self) -> None:
-        """Lets the current stream wait for that of the call before, which may still read the half
-        that is used again. Refuses a captured graph, which would replay a barrier's number.
-        """
+        """Orders the current stream after that of the call before, which may read a half."""
         if not self.has_streams:
             return
         refuse_capture()

@@ -82,7 +82,7 @@ class DeviceBarrier:
             self._resume()
 
     def abandon(self, error: BaseException) -> None:
-        """Once the host's barrier is abandoned, the same for ranks that wait on the device."""
+        """Ends the epoch for ranks that wait on the device, after the host's barrier."""
         if self.epoch != self.host.epoch - 1 or isinstance(error, RankMismatch):
             return
         if self.last[0] > self.number:  # interrupted: some may have seen this rank come
@@ -102,7 +102,7 @@ class DeviceBarrier:
             del self.sources[next(iter(self.sources))]
 
     def _introduce(self, signature: str) -> int:
-        """The fingerprint of a call, with its text left for those that call another."""
+        """Returns a call's fingerprint, and leaves its text for ranks that call another."""
         if len(self.known) >= KNOWN:
             self.known.clear()
         fingerprint = max(RAISED + 1, zlib.crc32(signature.encode()) & 0x7FFFFFFF)
@@ -163,7 +163,7 @@ class DeviceBarrier:
         self._forget()
 
     def _text(self, number: int, rank: int, fingerprint: int = RAISED) -> str:
-        """What a rank has said at a barrier. Calls that all have made are not in the store."""
+        """Returns a rank's call at a barrier. Calls that all have made are not in the store."""
         key = self._key(number, rank)
         texts = (text for text, x in self.known.items() if x == fingerprint)
         if (text := self.left.get(key) or next(texts, None)) is not None:

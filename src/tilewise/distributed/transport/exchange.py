@@ -17,7 +17,7 @@ Tensors = Sequence[Tensor]
 
 
 def publish_copies(
-    arena: Arena, copies: CopyList, signature: str, *, sources: Tensors, targets: Tensors
+    arena: Arena, copies: CopyList, *, signature: str, sources: Tensors, targets: Tensors
 ) -> None:
     """Makes this rank's copies and meets the others; then pieces may be pulled."""
     half = arena.publish(copies.nbytes, signature)

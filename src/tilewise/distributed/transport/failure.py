@@ -1,6 +1,6 @@
-"""What the ranks of a group say to each other before they read each other's memory: a barrier that
-carries what each of them calls, so that a rank that calls something else, or nothing at all, is a
-named error on the others and no wait without an end.
+"""A barrier for ranks that read each other's memory. It carries what each of them calls, so that
+a rank that calls something else, or nothing at all, is a named error on the others and no wait
+without an end.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class Barrier:
         store.delete_key(keys[self.rank])
 
     def _agree(self, keys: list[str]) -> str:
-        """A name that all ranks find for this life of the group, of which an earlier one may have
-        left keys: each rank draws a nonce, and repeats what the others say, until all repeat its
+        """Agrees on a name for this life of the group, of which an earlier one may have left keys:
+        each rank draws a nonce, and repeats what the others say, until all repeat its
         own.
         """
         mine, repeated, pause = os.urandom(8).hex(), "", POLL
@@ -72,9 +72,9 @@ class Barrier:
             self.store.set(keys[self.rank], mine)
             self.store.wait(keys, self.timeout)
             while True:
-                said = [self.store.get(key).decode().split() for key in keys]
-                drawn = " ".join(x[0] for x in said)
-                absent = [rank for rank, x in enumerate(said) if mine not in x[1:]]
+                texts = [self.store.get(key).decode().split() for key in keys]
+                drawn = " ".join(x[0] for x in texts)
+                absent = [rank for rank, x in enumerate(texts) if mine not in x[1:]]
                 if drawn == repeated and not absent:
                     return hashlib.sha256(drawn.encode()).hexdigest()[:16]
                 if time.monotonic() > deadline:
@@ -86,22 +86,22 @@ class Barrier:
                     time.sleep(pause)
                     pause = min(2 * pause, 0.05)
         except dist.DistError as error:
-            raise RankLost(self._why(FIRST, keys, error)) from error
+            raise RankLost(self._why(FIRST, keys, error=error)) from error
 
     def wait(self, signature: str, note: str = "") -> list[str]:
-        """Returns once every rank has come with the same call; each rank's note."""
-        said = [x.split(NOTE) for x in self._gather(signature, note)]
-        for rank, (other, *_) in enumerate(said):
+        """Waits until every rank has come with the same call; returns each rank's note."""
+        texts = [x.split(NOTE) for x in self._gather(signature, note)]
+        for rank, (other, *_) in enumerate(texts):
             if other.startswith(RAISED):
                 self.end(f"rank {rank} raised {other.removeprefix(RAISED)}")
-        for rank, (other, *_) in enumerate(said):
+        for rank, (other, *_) in enumerate(texts):
             if other != signature:
                 first, second = sorted([(self.rank, signature), (rank, other)])
                 self.end(f"rank {second[0]} called {second[1]}; rank {first[0]} called {first[1]}")
-        return [x[-1] for x in said]
+        return [x[-1] for x in texts]
 
     def _gather(self, signature: str, note: str) -> list[str]:
-        """What each rank has left at this barrier. The last one that reads it deletes it."""
+        """Returns what each rank left at this barrier. The last one that reads it deletes it."""
         if self.lost is not None:
             raise RankLost(f"{self.lost}; make a new process group")
         number = self.number + 1
@@ -110,15 +110,15 @@ class Barrier:
             self.store.set(keys[self.rank], f"{signature}{NOTE}{note}")
             self.number = number
             self.store.wait(keys, self.timeout)
-            said = [self.store.get(key).decode() for key in keys]
+            texts = [self.store.get(key).decode() for key in keys]
             if self.store.add(self._key(number), 1) == self.ranks:
                 self._delete([*keys, self._key(number)])
             self._delete(self.left)  # all have come to this epoch, and so read those
         except dist.DistError as error:
-            self.lost = self._why(signature, keys, error)
+            self.lost = self._why(signature, keys, error=error)
             raise RankLost(self.lost) from error
         self.left = []
-        return said
+        return texts
 
     def end(self, why: str) -> NoReturn:
         """Raises what all ranks find, each for itself."""
@@ -127,9 +127,7 @@ class Barrier:
         raise error
 
     def abandon(self, error: BaseException) -> bool:
-        """Ends the epoch, and leaves an error of this rank for the ranks that wait, and waits for
-        none of them. False where that is done, or where no rank waits any more.
-        """
+        """Leaves an error for ranks that wait, and ends the epoch; False if none waits."""
         if self.lost is not None or vars(error).get(ENDED) == (id(self), self.epoch):
             return False
         keys = [self._key(self.number + step, self.rank) for step in range(3)]
@@ -147,10 +145,10 @@ class Barrier:
             self.store.delete_key(key)
 
     def _key(self, number: int, *rank: int) -> str:
-        """The key of what a rank leaves at a barrier; without a rank, of how many have read it."""
+        """Returns the key of a rank's text at a barrier; without a rank, of a count of readers."""
         return "/".join(map(str, (self.epoch, number, *rank)))
 
-    def _why(self, signature: str, keys: list[str], error: Exception) -> str:
+    def _why(self, signature: str, keys: list[str], *, error: Exception) -> str:
         try:
             absent = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
         except dist.DistError:
@@ -161,7 +159,7 @@ class Barrier:
         return self.absence(absent, f"call {self.number}, {signature}")
 
     def absence(self, absent: list[int], call: str) -> str:
-        """The message that these ranks did not come to a call."""
+        """Writes the message that these ranks did not come to a call."""
         return (
             f"{listed(absent)} of {self.ranks} did not come to {call}, within "
             f"{self.timeout.total_seconds():g} s, the time-out of the group: dead, slower than "
@@ -179,7 +177,7 @@ def listed(ranks: Sequence[int]) -> str:
 
 
 def store_of(group: Any) -> Any:
-    """The store of a group, an object that lives as long as the group; ArgumentError after that."""
+    """Returns the store of a group, which lives as long as the group; ArgumentError after that."""
     try:
         return distributed_c10d._get_process_group_store(group)
     except KeyError as error:
@@ -189,7 +187,7 @@ def store_of(group: Any) -> Any:
 
 
 def timeout_of(group: Any) -> datetime.timedelta:
-    """How long the group's own collectives wait; of a backend that does not say, its store."""
+    """Returns how long collectives wait, or the store where the backend does not say."""
     store: Any = store_of(group)
     for kind in ("cpu", "cuda"):
         with contextlib.suppress(RuntimeError):  # it has no backend for these
@@ -199,7 +197,7 @@ def timeout_of(group: Any) -> datetime.timedelta:
 
 
 def check_cpu_group(group: Any) -> None:
-    """A group whose ranks meet on the CPU."""
+    """Checks that a group's ranks can meet on the CPU."""
     try:
         group._get_backend(torch.device("cpu"))
     except RuntimeError as error:

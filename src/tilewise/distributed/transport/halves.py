@@ -67,7 +67,7 @@ class Arena:
     def grow(self, nbytes: int, signature: str) -> None:
         """Allocates new memory on every rank, which is there on all of them when it returns."""
         self.views.clear()
-        self.blocks = self.memory.allocate(self.barrier, nbytes, signature)
+        self.blocks = self.memory.allocate(self.barrier, nbytes, signature=signature)
 
     def keep(self, key: Any, view: Tensor) -> Tensor:
         """Keeps a view of the blocks until these grow."""
@@ -78,7 +78,7 @@ class Arena:
 
     def copy(self, table: Table, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         """Makes the copies of a table, all of this rank's memory."""
-        copy_one_by_one(table, sources, targets)
+        copy_one_by_one(table, sources, targets=targets)
 
     def add_runs(
         self, parts: Tensor, places: Tensor, targets: Tensor | None, total: Tensor

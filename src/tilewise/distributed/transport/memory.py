@@ -30,7 +30,7 @@ class Memory(abc.ABC):
     faults: tuple[type[Exception], ...] = ()  # what is raised where there is no such memory
 
     def allocate(self, barrier: Barrier, nbytes: int, signature: str) -> list[Tensor]:
-        """A new block on every rank as this one sees them, uint8, for the call of `signature`. They
+        """Allocates a block on every rank, uint8, for the call of `signature`, and maps them. They
         are there on all ranks when it returns; NotImplementedError on all where some are not.
         """
         handle, why = "", ""
@@ -46,7 +46,7 @@ class Memory(abc.ABC):
                     blocks = self.open(handles, nbytes, rank=barrier.rank)
             except self.faults as error:
                 why = f": {type(error).__name__}: {error}"
-            nodes = nodes_of(barrier, blocks, signature)
+            nodes = nodes_of(barrier, blocks, signature=signature)
         finally:
             self.settle()
         if len(nodes) > 1:
@@ -60,14 +60,14 @@ class Memory(abc.ABC):
 
     @abc.abstractmethod
     def make(self, nbytes: int) -> str:
-        """A new block of this rank; how others find it."""
+        """Makes a block of this rank, and returns how others find it."""
 
     @abc.abstractmethod
     def open(self, handles: list[str], nbytes: int, *, rank: int) -> Sequence[Tensor | None]:
-        """The blocks of all ranks, of which this is `rank`; None for those that it cannot map."""
+        """Maps the blocks of all ranks, of which this is `rank`; None for those that it cannot."""
 
     def settle(self) -> None:  # noqa: B027  # nothing, of most kinds
-        """Once all ranks have mapped the blocks, or will not."""
+        """Cleans up once all ranks have mapped the blocks, or will not."""
 
 
 class Files(Memory):
@@ -159,8 +159,8 @@ class Ipc(Memory):
 def nodes_of(
     barrier: Barrier, blocks: Sequence[Tensor | None], signature: str
 ) -> list[tuple[int, ...]]:
-    """The ranks of a group, by nodes that share memory. It is proved: each writes a nonce into its
-    own block, and the others read it there. A name of a machine or file may be that of two.
+    """Groups ranks by nodes that share memory. It is proved: each writes a nonce into its own
+    block, and the others read it there. A name of a machine or file may be that of two.
     """
     nonce, mine = os.urandom(NONCE), blocks[barrier.rank]
     if mine is not None:
@@ -189,7 +189,7 @@ def _symmetric() -> Any:
 
 
 def _mapped(path: str, nbytes: int) -> Tensor | None:
-    """A file as a tensor; None where there is none of this size. None is created."""
+    """Maps a file as a tensor; None where there is none of this size. Creates no file."""
     try:
         with Path(path).open("r+b") as file:
             return torch.frombuffer(mmap.mmap(file.fileno(), nbytes), dtype=torch.uint8)
@@ -198,7 +198,7 @@ def _mapped(path: str, nbytes: int) -> Tensor | None:
 
 
 def _reserve(nbytes: int) -> str:
-    """A new file that has so many bytes, in memory where there is room."""
+    """Creates a file of `nbytes`, in memory where there is room."""
     shared = Path("/dev/shm")  # its room in a container may be small, and a write past it is fatal
     has_room = os.access(shared, os.W_OK) and shutil.disk_usage(shared).free > 2 * nbytes
     file, path = tempfile.mkstemp(prefix="tilewise-", dir=shared if has_room else None)

@@ -1,4 +1,4 @@
-"""What the driver does to memory in the order of a stream: writes of a number without an SM, and
+"""Writes and copies of the driver, in the order of a stream: writes of a number without an SM, and
 copies without what torch does around each.
 
 A kernel that fills the GPU may wait for such a number: it is written by the stream's own engine,
@@ -28,38 +28,43 @@ COPY = "cuMemcpyDtoDAsync_v2", (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_
 def writer_of(words: Tensor) -> Writer | None:
     """Returns a checked writer on the device of `words`, int32; else None, with a warning."""
 
-    def sees(write: Writer, stream: int) -> None:
+    def check(write: Writer, stream: int) -> None:
         for number in (7, 0):
             write(stream, words.data_ptr(), number)
-            _check(words, 0, number)
+            _check(words, 0, number=number)
 
-    return _seen(_writer, sees, words, "attention begins when all keys have arrived")
+    remedy = "attention begins when all keys have arrived"
+    return _checked(_writer, check, words=words, otherwise=remedy)
 
 
 def copier_of(words: Tensor) -> Copier | None:
-    """What copies on the device of `words`; else None, with a warning."""
+    """Returns a checked copier on the device of `words`; else None, with a warning."""
 
-    def sees(copy: Copier, stream: int) -> None:
+    def check(copy: Copier, stream: int) -> None:
         for number in (7, 0):
             words[0] = number
             copy(stream, words.data_ptr() + words.itemsize, words.data_ptr(), words.itemsize)
-            _check(words, 1, number)
+            _check(words, 1, number=number)
 
-    return _seen(_copier, sees, words, "torch copies what is pulled, which costs the host more")
+    remedy = "torch copies what is pulled, which costs the host more"
+    return _checked(_copier, check, words=words, otherwise=remedy)
 
 
-def _seen(made: Callable[[], Any], sees: Callable[[Any, int], None], words: Tensor, so: str) -> Any:
+def _checked(
+    load: Callable[[], Any], check: Callable[[Any, int], None], *, words: Tensor, otherwise: str
+) -> Any:
+    """Loads and checks a call of the driver; None, with a warning, where that fails."""
     try:
-        call = made()
+        call = load()
         with on_device(words.device):
-            sees(call, torch.cuda.current_stream(words.device).cuda_stream)
+            check(call, torch.cuda.current_stream(words.device).cuda_stream)
         return call
     except (OSError, AttributeError, RuntimeError) as error:
-        warn_slow(f"tilewise.distributed: a call of the driver fails ({error}): {so}")
+        warn_slow(f"tilewise.distributed: a call of the driver fails ({error}): {otherwise}")
         return None
 
 
-def _check(words: Tensor, place: int, number: int) -> None:
+def _check(words: Tensor, place: int, *, number: int) -> None:
     torch.cuda.current_stream(words.device).synchronize()
     if int(words[place]) != number:
         raise RuntimeError("it has no effect")
@@ -79,7 +84,7 @@ def _writer() -> Writer:
 
 @functools.cache
 def _copier() -> Copier:
-    """cuMemcpyDtoDAsync, between addresses of one device's map, peers' memory among them."""
+    """Loads cuMemcpyDtoDAsync, between addresses of one device's map, with peers' memory."""
     call = _driver(COPY[0], *COPY[1], ctypes.c_void_p)
 
     def copy(stream: int, to: int, source: int, nbytes: int) -> None:
@@ -89,7 +94,7 @@ def _copier() -> Copier:
     return copy
 
 
-def _driver(name: str, *takes: Any) -> Any:
+def _driver(name: str, *types: Any) -> Any:
     call = getattr(ctypes.CDLL("libcuda.so.1"), name)
-    call.argtypes, call.restype = takes, ctypes.c_int
+    call.argtypes, call.restype = types, ctypes.c_int
     return call
