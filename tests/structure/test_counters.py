@@ -7,26 +7,26 @@ only by a commit that says what it adds and why; the others never.
 import pytest
 from helpers.counters import count
 
-AT_LEAST = {"arguments by keyword, percent": 14.7}
+AT_LEAST = {"arguments by keyword, percent": 15}
 AT_MOST = {
     # Sizes
-    "lines": 50_287,
+    "lines": 50_285,
     "files that name softcap": 55,
     "files that name sinks": 60,
     "files attention() imports": 66,
     "lines attention() imports": 10_760,
     # One record, one dispatcher, one file of checks, one way to launch
     "records per 1,000 lines, host": 4.08,
-    "records per 1,000 lines, device": 7.69,
+    "records per 1,000 lines, device": 7.58,
     "records built at one place, host": 28,
     "records built at one place, device": 70,
     "launching classes": 11,
     "dispatchers": 1,
     "check files": 6,
     # Plain English
-    "calls with *x per 1,000 lines": 9.6,
-    "calls with a tuple's *": 19,
-    "vague locals": 252,
+    "calls with *x per 1,000 lines": 9.49,
+    "calls with a tuple's *": 18,
+    "vague locals": 249,
     "docstrings without a subject": 0,
     "files over 300 lines": 23,
     "functions over 120 lines": 1,
