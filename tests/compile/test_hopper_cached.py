@@ -10,6 +10,8 @@ import triton
 from helpers.cached_calls import check_cached
 from helpers.sass import innermost_loops, spills_in
 
+from tilewise.kernels.hopper.decode import launch as decoding
+from tilewise.kernels.hopper.decode.kernel import hopper_decode_kernel
 from tilewise.kernels.hopper.descriptors import checked
 from tilewise.kernels.hopper.fwd import cached as schedules
 from tilewise.kernels.hopper.fwd.kernel import hopper_fwd_kernel
@@ -43,6 +45,52 @@ def compiled(headdims, page_size, causal, window=None, softcap=None, alibi=False
     plan, args = schedules.plan_of(cached, out, torch.empty(batch, heads, 512))
     constants = dict(FEATURES=plan.features, TILE=plan.tile, num_warps=4)
     return plan, build(hopper_fwd_kernel, *checked(args), on="sm90", **constants)
+
+
+def packed_step(headdims, page_size):
+    """A step of packed queries, and `out` and `lse`."""
+    batch, room, total, heads, heads_k = 5, 4096, 2064, 32, 8
+    q = torch.empty(total, heads, headdims[0], dtype=BF16)
+    shape = (999, page_size) if page_size else (batch, room)
+    k, v = (torch.empty(*shape, heads_k, n, dtype=BF16) for n in headdims)
+    table = torch.zeros(batch, room // page_size, dtype=INT32) if page_size else None
+    lengths = torch.ones(batch, dtype=INT32), torch.zeros(batch + 1, dtype=INT32)
+    numbers = True, None, None, None, None
+    cached = check_cached(q, k, v, table, lengths, (None, None, None), numbers, "bshd")
+    cached = cached._replace(longest=2048)
+    out = q.new_empty(*q.shape[:-1], headdims[1])
+    assert schedules.why_in_pieces(cached, out) is None
+    return cached, out, torch.empty(heads, total)
+
+
+PACKED = [((128, 128), 16), ((128, 128), None), ((64, 64), 16), ((256, 256), 64)]
+
+
+@pytest.mark.parametrize("headdims, page_size", PACKED)
+def test_chunks_of_packed_steps_compile(headdims, page_size):
+    step = packed_step(headdims, page_size)
+    plan, args = schedules.plan_of(*step)
+    constants = dict(FEATURES=plan.features, TILE=plan.tile, num_warps=4, launch_pdl=True)
+    kernel = build(hopper_fwd_kernel, *checked(args), on="sm90", **constants)
+    sizes = stats(kernel)
+    assert sizes["smem"] <= SMEM_LIMIT["sm90"] and not sizes["wgmma_serialized"], sizes
+    assert not sizes["copies_apart"] and not sizes["idle_barriers"], sizes
+    assert kernel.metadata.launch_pdl and "griddepcontrol.wait" in kernel.asm["ptx"]
+    loops = *innermost_loops(kernel, "HGMMA")[:2], innermost_loops(kernel, "UTMALDG")[0]
+    assert not IS_3_6 or sum(map(spills_in, loops)) == 0
+
+
+@pytest.mark.parametrize("headdims, page_size", PACKED)
+def test_decodes_of_packed_steps_compile(headdims, page_size):
+    step = packed_step(headdims, page_size)
+    plan = decoding.plan_of(*step, chunk=schedules.chunk_of(step[0]))
+    kernel = build(hopper_decode_kernel, *checked(plan.args), on="sm90", **plan.constants)
+    sizes = stats(kernel)
+    assert sizes["smem"] <= SMEM_LIMIT["sm90"] and not sizes["wgmma_serialized"], sizes
+    assert not sizes["copies_apart"] and not sizes["idle_barriers"], sizes
+    assert "griddepcontrol.launch_dependents" in kernel.asm["ptx"]
+    loops = innermost_loops(kernel, "HGMMA")[0], innermost_loops(kernel, "UTMALDG")[0]
+    assert not IS_3_6 or sum(map(spills_in, loops)) == 0
 
 
 CASES = list(itertools.product(HEADDIMS, (8, 16, 64, 256), FEATURES))

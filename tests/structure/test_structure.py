@@ -37,7 +37,7 @@ COUNTS = {
     "": (27, 12, 106),
     "distributed": (5, 5, 9),
     "kernels": (5, 2, 3),
-    "kernels/hopper": (23, 7, 60),
+    "kernels/hopper": (24, 7, 63),
 }
 
 

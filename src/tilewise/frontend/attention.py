@@ -35,6 +35,8 @@ from .scalars import (
     check_flag,
     check_layout,
     is_long,
+    longest_of,
+    step_bound,
 )
 
 Tensor = torch.Tensor
@@ -153,6 +155,8 @@ def attention(
         cu_seqlens_k: as cu_seqlens_q, for keys. Lengths stay on the device.
         max_seqlen_q: upper bound of query lengths, a hint for the tile shape: tiles for long
             sequences are used where it is over 2048 or absent, else those for the mean length.
+            With a KV cache on Hopper, long sequences take faster kernels only where it says that
+            there may be some (docs/design/cache.md, chunks).
         max_seqlen_k: upper bound of key lengths; it has no effect.
         seqused_q: int32 (batch,), valid queries of each packed sequence; the others have out 0 and
             lse -inf.
@@ -213,7 +217,9 @@ def attention(
         plain = "attention", causal, scale, softcap, split_size, deterministic, layout, return_lse
         plain = *plain, backend, invariance.is_on
         if max_seqlen_q is not None or max_seqlen_k is not None:
-            plain = "attention with bounds", *plain, as_bound(max_seqlen_q), as_bound(max_seqlen_k)
+            # Of a cache it says which kernels launch; of packed keys, which tile they take
+            bound = as_bound if cu_seqlens_k is not None else step_bound
+            plain = "attention with bounds", *plain, bound(max_seqlen_q), as_bound(max_seqlen_k)
         inputs: tuple[Any, Any, Any] = q, k, v
         tensors = *inputs, page_table, seqused_k, cu_seqlens_q, alibi_slopes, sinks
         # Those of a decode step first, in its order
@@ -253,7 +259,9 @@ def attention(
         check_backend(backend)
         read = q, k, v, page_table, seqused_k, cu_seqlens_q, alibi_slopes, sinks, *descales
         cached = check_cached(
-            NO_CACHE.of_tensors(read)._replace(backend=backend, entry=entry),
+            NO_CACHE.of_tensors(read)._replace(
+                backend=backend, entry=entry, longest=longest_of(max_seqlen_q)
+            ),
             causal=causal,
             scale=scale,
             window=window,

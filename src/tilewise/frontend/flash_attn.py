@@ -21,7 +21,7 @@ from .call import call, launch
 from .chunks import check_chunk, chunk_band, chunk_of_batch, chunk_of_packed
 from .kv_cache import varlen_of_pages
 from .qkv import check_rank, in_order, with_contiguous_rows
-from .scalars import Window, as_bound, as_int, band, check_bounds, check_flag, is_long
+from .scalars import Window, as_bound, as_int, band, check_bounds, check_flag, is_long, longest_of
 
 Tensor = torch.Tensor
 WORDS = Words(
@@ -260,6 +260,7 @@ def flash_attn_varlen_func(
             window_size=window_size,
             softcap=softcap,
             attention_chunk=attention_chunk,
+            longest=longest_of(max_seqlen_q),
         )
         return _returned(*outputs, return_attn_probs, return_lse)
     q, k, v = in_order(q, k, v, "bshd", True)

@@ -31,7 +31,7 @@ from .new_keys import (
     without_padding,
 )
 from .qkv import check_kind, check_tensor, with_contiguous_rows
-from .scalars import Window, as_int, band, check_flag
+from .scalars import Window, as_int, band, check_flag, longest_of
 
 Tensor = torch.Tensor
 
@@ -111,7 +111,8 @@ def flash_attn_with_kvcache(
         v_descale: as k_descale, for v_cache.
         out: written in place and returned.
 
-    The other arguments are those of `flash_attn_func`. `num_splits`, `max_seqlen_q`,
+    The other arguments are those of `flash_attn_func`. `max_seqlen_q`, the upper bound of query
+    lengths, lets packed chunks take faster kernels (`tilewise.attention`). `num_splits`,
     `scheduler_metadata`, `pack_gqa` and `sm_margin` have no effect: keys are split as in
     `tilewise.attention` with `split_size=None`.
 
@@ -126,6 +127,7 @@ def flash_attn_with_kvcache(
     if unknown:
         raise unexpected("tilewise.flash_attn_with_kvcache", unknown)
     entry = addresses = None
+    longest = 0 if max_seqlen_q is None else longest_of(max_seqlen_q)
     place = block_table if page_table is None else page_table
     has_one_table = page_table is None or block_table is None
     has_new = not (k is v is rotary_cos is rotary_sin is cu_seqlens_k_new is rotary_seqlens is None)
@@ -137,7 +139,7 @@ def flash_attn_with_kvcache(
         tensors = q, k_cache, v_cache, place, cache_seqlens, cu_seqlens_q
         tensors = *tensors, alibi_slopes, learnable_sink, *descales, out
         words = "flash_attn_with_kvcache", causal, softmax_scale, softcap, return_softmax_lse
-        words = *words, attention_chunk, invariance.is_on
+        words = *words, attention_chunk, invariance.is_on, longest
         if has_new:
             tensors = *tensors, k, v, rotary_cos, rotary_sin, cu_seqlens_k_new, rotary_seqlens
             tensors = *tensors, cache_batch_idx, cache_leftpad
@@ -232,6 +234,7 @@ def flash_attn_with_kvcache(
         softcap=softcap,
         mask_mod=chunked(chunk) if chunk else None,
         entry=inner or outer,
+        longest=longest,
     )
     if entry is not None and keep is not None and inner is not None and inner.call is not None:
         entry.call = keep(inner.call)
@@ -319,11 +322,12 @@ def varlen_of_pages(
     window_size: Window,
     softcap: float = 0.0,
     attention_chunk: int = 0,
+    longest: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """`flash_attn_varlen_func` over pages, of `Cached.tensors`."""
     chunk = check_chunk(attention_chunk)
     window = chunk_band(chunk, band(window_size, causal, "window_size"))
-    options: Any = dict(causal=causal, scale=scale, window=window, softcap=softcap)
+    options: Any = dict(causal=causal, scale=scale, window=window, softcap=softcap, longest=longest)
     return _attend((*tensors, None), mask_mod=chunked(chunk) if chunk else None, **options)
 
 
@@ -336,18 +340,19 @@ def _attend(
     softcap: float,
     mask_mod: Predicate | None,
     entry: Entry | None = None,
+    longest: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Attention with a KV cache, of `Cached.tensors` and `out`: relaunched where its signature is
     cached, else checked. `entry` is the cache entry of the caller's arguments, if it has one.
     """
     addresses = None
     if mask_mod is None and entry is None:
-        words = "cache", causal, scale, softcap, invariance.is_on
+        words = "cache", causal, scale, softcap, invariance.is_on, longest
         entry, addresses = find(tensors, words, window, checks_values=True)
     if entry is not None and entry.call is not None:
         known = launch_step(entry.call, tensors, addresses, True)
         if known is not None:
             return known
-    cached = NO_CACHE.of_tensors(tensors[:OUT])._replace(entry=entry)
+    cached = NO_CACHE.of_tensors(tensors[:OUT])._replace(entry=entry, longest=longest)
     options: Any = dict(causal=causal, scale=scale, window=window, softcap=softcap)
     return attend_cached(check_cached(cached, mask_mod=mask_mod, **options), tensors[OUT], "bshd")

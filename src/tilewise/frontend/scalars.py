@@ -192,6 +192,18 @@ def as_bound(bound: int | Tensor | None) -> bool | int | Tensor | None:
     return bound > LONG_SEQLEN if type(bound) is int and bound >= 0 else bound
 
 
+def step_bound(bound: int | Tensor | None) -> Any:
+    """`as_bound` of queries with a KV cache."""
+    return longest_of(bound) if type(bound) is int and bound >= 0 else bound
+
+
+def longest_of(max_seqlen_q: int | Tensor | None) -> int:
+    """The greatest power of two that a bound on lengths reaches; 0 where it is not known here."""
+    if type(max_seqlen_q) is not int or max_seqlen_q < 1:
+        return 0
+    return 1 << max_seqlen_q.bit_length() - 1
+
+
 def is_long(max_seqlen_q: int | Tensor | None) -> bool:
     """Whether packed sequences may be long. A tensor's number is on its device, and nothing here is
     worth a wait.

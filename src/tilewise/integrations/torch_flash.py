@@ -22,6 +22,7 @@ import torch
 from ..errors import ArgumentError, Words, warn_slow
 from ..frontend.checks import check, check_values
 from ..frontend.kv_cache import varlen_of_pages
+from ..frontend.scalars import longest_of
 from ..ops import attention as ops
 from ..ops.schema import INPUTS
 from ..problem import LONG_SEQLEN, OPEN, Call, Extras, Saved
@@ -82,6 +83,7 @@ def _attend_pages(arguments: FlashArguments) -> tuple[Tensor, Tensor]:
             causal=arguments.is_causal,
             scale=arguments.scale,
             window_size=window,
+            longest=longest_of(arguments.max_q),
         )
 
 

@@ -18,9 +18,13 @@ def offsets_of(batch, sizes, optionals, FEATURES: tl.constexpr):
     """The offsets of the sequence: a row of the batch, or rows of packed tensors."""
     if FEATURES.PACKED:
         first_q, seqlen_q = rows_of(optionals.cu_seqlens_q, batch, batch + 1, sizes.seqlen_q)
-        first_k, seqlen_k = rows_of(optionals.cu_seqlens_k, batch, batch + 1, sizes.seqlen_k)
-        rows_q = with_tail(seqlen_q, first_q, batch, sizes.packed, sizes.seqlen_q)
-        rows_k = with_tail(seqlen_k, first_k, batch, sizes.packed, sizes.seqlen_k)
+        if FEATURES.CHUNK > 0:  # keys are those of a cache, and rows behind the last no one's
+            first_k, seqlen_k = batch * 0, sizes.seqlen_k
+            rows_q, rows_k = seqlen_q, seqlen_k
+        else:
+            first_k, seqlen_k = rows_of(optionals.cu_seqlens_k, batch, batch + 1, sizes.seqlen_k)
+            rows_q = with_tail(seqlen_q, first_q, batch, sizes.packed, sizes.seqlen_q)
+            rows_k = with_tail(seqlen_k, first_k, batch, sizes.packed, sizes.seqlen_k)
         return SequenceOffsets(batch * 0, first_q, first_k, rows_q, rows_k, seqlen_q, seqlen_k)
     else:
         seqlen_q, seqlen_k = sizes.seqlen_q, sizes.seqlen_k

@@ -146,6 +146,9 @@ class Features(NamedTuple):
     PRECISION: str  # of a matmul of fp32 tiles: "ieee" keeps fp32 exact
     ENDS: bool = False  # the mask is intervals of keys and of queries, and its tensors are the ends
     RUNS: bool = False  # with PACKED: sequences are `Runs`, whose keys may still arrive
+    # With PACKED, over a KV cache: sequences of so many queries are chunks, the training forward's,
+    # and the others decodes; 0 where one kernel computes all
+    CHUNK: int = 0
 
 
 class Tile(NamedTuple):

@@ -63,6 +63,7 @@ def varlen_tile(
     NUM_SPLITS: tl.constexpr = 1,
     LONGEST_FIRST: tl.constexpr = False,
     l2_group=None,
+    LEAST: tl.constexpr = 0,
 ):
     """Tile number -> VarlenTile, of sequences that have `total` rows together; `lane` is 0 .. 31 in
     the caller's layout.
@@ -75,7 +76,8 @@ def varlen_tile(
     mask. An empty sequence has no tile.
 
     Heads of a long sequence whose blocks are at most `l2_group` are interleaved, so that equal
-    blocks of several heads are neighbours.
+    blocks of several heads are neighbours. With LEAST, sequences of fewer rows have no tile, and
+    none has rows behind the last one's.
     """
     times = nheads * NUM_SPLITS
     first = hint.batch - WARP_LANES
@@ -86,7 +88,7 @@ def varlen_tile(
     # would enter it as the same value as `after`, and Triton would take both for one.
     while (after <= tile) & (first + WARP_LANES < batch_size):
         first += WARP_LANES
-        blocks = blocks_of(first + lane, cu_seqlens, total, batch_size, BLOCK)
+        blocks = blocks_of(first + lane, cu_seqlens, total, batch_size, BLOCK, LEAST)
         after += tl.sum(blocks, 0) * times
     before = after - tl.sum(blocks, 0) * times
 
@@ -124,11 +126,14 @@ def interleave_heads(tile, blocks, heads, width):
 
 
 @triton.jit
-def blocks_of(batch, cu_seqlens, total, batch_size, BLOCK: tl.constexpr):
+def blocks_of(batch, cu_seqlens, total, batch_size, BLOCK: tl.constexpr, LEAST: tl.constexpr = 0):
     """How many blocks each of these sequences has; 0 past the last sequence."""
     this, following = tl.minimum(batch, batch_size), tl.minimum(batch + 1, batch_size)
     first, rows = rows_of(cu_seqlens, this, following=following, total=total)
-    rows = with_tail(rows, first, batch=batch, sequences=batch_size, total=total)
+    if LEAST > 0:
+        rows = tl.where(rows >= LEAST, rows, 0)
+    else:
+        rows = with_tail(rows, first, batch=batch, sequences=batch_size, total=total)
     return tl.where(batch < batch_size, tl.cdiv(rows, BLOCK), 0)
 
 

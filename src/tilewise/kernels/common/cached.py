@@ -40,6 +40,7 @@ class Cached(NamedTuple):
     # Of a cache of 8 bits: (), (nheads_k,), (batch, nheads_k), or shaped as it without headdim
     k_descale: Tensor | None = None
     v_descale: Tensor | None = None
+    longest: int = 0  # of packed queries: a power of two that max_seqlen_q reaches; 0: not known
 
     @property
     def piece_size(self) -> int:

@@ -2,6 +2,7 @@
 
 import torch
 
-from . import bias, hide, rescale, row_max
+from . import bias, dependents, hide, rescale, row_max
 
-ASM = {"tanh.approx.f32 $0, $1;": torch.tanh, **bias.ASM, **hide.ASM, **rescale.ASM, **row_max.ASM}
+ASM = {"tanh.approx.f32 $0, $1;": torch.tanh, **bias.ASM, **dependents.ASM, **hide.ASM}
+ASM |= {**rescale.ASM, **row_max.ASM}

@@ -123,21 +123,24 @@ def fetch_next_tile(queue, pred):
 
 
 @gluon.jit
-def fetched_tile(fetched):
-    """The tile's number. Each program starts with its own index, the counter behind all these."""
+def fetched_tile(fetched, starters=None):
+    """The tile's number. Each program starts with its own index, the counter behind all these;
+    `starters`: so many do.
+    """
     first = gl.arange(0, 32, LANE_LAYOUT) == 0
-    return gl.sum(gl.where(first, fetched, 0), 0) + gl.num_programs(0)
+    number = gl.sum(gl.where(first, fetched, 0), 0)
+    return number + (gl.num_programs(0) if starters is None else starters)
 
 
 @gluon.jit
-def reset_counter(queue, tile, tiles):
+def reset_counter(queue, tile, tiles, programs=None):
     """After the last tile: the program that fetched the last number of all resets the counter to 0
     for the next launch.
 
     A program fetches one number for every tile that it works on, and stops at the first that is no
     tile. So n tiles make n fetches, of the numbers from `programs` to `programs + n - 1`. Not in
     the loop: there the compiler (ptxas of CUDA 12.8) did not let the lanes of the warp converge
-    again.
+    again. `programs`: so many fetch, where it is not all.
     """
-    if tile == gl.num_programs(0) + tiles - 1:
+    if tile == (gl.num_programs(0) if programs is None else programs) + tiles - 1:
         gl.atomic_xchg(queue.counter, 0, sem="relaxed")

@@ -11,6 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
+from ..dependents import start_dependents
 from ..layouts import shared
 from ..pipeline import Ring, allocate_barrier, allocate_ring, make_barrier
 from .attend import Scratch, attend_partition
@@ -48,6 +49,8 @@ def hopper_decode_kernel(
     FEATURES: gl.constexpr,
     TILE: gl.constexpr,
 ):
+    if FEATURES.CHUNK > 0:
+        start_dependents()  # chunks, on SMs that are free
     dtype: gl.constexpr = q.ptr.dtype.element_ty
     M: gl.constexpr = TILE.BLOCK_M
     N: gl.constexpr = TILE.BLOCK_N

@@ -38,7 +38,9 @@ Tensor = torch.Tensor
 FEWEST_ROWS = 8  # that wgmma takes as columns, and a swizzle repeats after
 WORKSPACE = 256 * 2**20  # bytes of partial states; with fewer, tiles are not divided
 FEW_QUERIES = 8  # of a sequence: with as many a call waits for memory
-HANDED_OUT = 32  # counters before those of tiles: see `work.fetch_next_tile`
+HANDED_OUT = 64  # counters before those of tiles: see `work.fetch_next_tile`
+OF_CHUNKS = 32  # of these, where those of a launch of chunks begin, which runs at the same time
+TOKENS = 4  # of a tile of decodes that run at the same time as chunks
 OUTPUT, COUNTERS, SIZES = 4, 5, 7  # among a plan's arguments
 K, V = 1, 2  # in a row of addresses
 
@@ -69,10 +71,13 @@ def refusal(cached: Cached) -> str | None:
     return misplaced(CACHE["hopper"], q=cached.q, k=k, v=cached.v)
 
 
-def rows_of(cached: Cached, batch: int) -> int:
-    """Rows of a tile, which decide no bit: of as many queries as a sequence has on average."""
+def rows_of(cached: Cached, batch: int, chunk: int = 0) -> int:
+    """Rows of a tile, which decide no bit: of as many queries as a sequence has on average, or of
+    few where long sequences are chunks, and other launches'.
+    """
     group = cached.problem.group
     queries = max(triton.cdiv(cached.q.shape[:-2].numel(), batch), 1)
+    queries = min(queries, TOKENS) if chunk else queries
     # Of 8 bits two programs share an SM to 32 rows, and are faster than one of 64: only where a
     # group is as many
     most = ROWS if cached.k.dtype not in CACHES or group > 32 else 32
@@ -91,9 +96,16 @@ def warpgroups_of(cached: Cached, batch: int, programs: int) -> int:
 
 
 def plan_of(
-    cached: Cached, out: Tensor, lse: Tensor, workspace: int = WORKSPACE, most: int | None = None
+    cached: Cached,
+    out: Tensor,
+    lse: Tensor,
+    workspace: int = WORKSPACE,
+    most: int | None = None,
+    chunk: int = 0,
 ) -> Plan:
-    """A launch for any lengths, for `most` SMs; by default all."""
+    """A launch for any lengths, for `most` SMs; by default all. With `chunk`, sequences of so many
+    queries are computed by another launch.
+    """
     problem, q, k, extras = cached.problem, cached.q, cached.k, cached.extras
     scales = Scales(*scales_of(cached.k_descale), *scales_of(cached.v_descale))
     row_scales = (scales.k_row is not None) + (scales.v_row is not None)
@@ -101,8 +113,8 @@ def plan_of(
     batch, room = batch_of(q, extras.cu_seqlens_q), capacity(k, cached.page_table)
     if most is None:
         most = num_sms(q.device) if q.is_cuda else 4
-    warpgroups = warpgroups_of(cached, batch, most)
-    asked = row_scales, warpgroups, rows_of(cached, batch)
+    warpgroups = 1 if chunk else warpgroups_of(cached, batch, most)
+    asked = row_scales, warpgroups, rows_of(cached, batch, chunk)
     tile = tile_of(problem, page_size, k.dtype, *asked)
     is_packed = extras.cu_seqlens_q is not None
     rows = q.shape[-3]
@@ -135,7 +147,7 @@ def plan_of(
         numbers,
         scales,
     )
-    features = features_of(problem)._replace(FAST_TANH=problem.has_softcap)
+    features = features_of(problem)._replace(FAST_TANH=problem.has_softcap, CHUNK=chunk)
     constants = dict(FEATURES=features, TILE=tile, num_warps=4)
     if tile.PROGRAMS > 1:  # of 8 warps each, whose registers setmaxnreg then divides
         constants["maxnreg"] = REGISTERS // (tile.PROGRAMS * 8 * 32)
@@ -184,6 +196,7 @@ class DecodeStep(decode_step.DecodeStep):
 
     call: Any  # with the stream and a row
     moved: Any  # what of K (0) and V (1) moves, from an address
+    chunks: Any = None  # the step of long sequences, which runs at the same time
 
     def __init__(self, cached: Cached, plan: Plan, out: Tensor, lse: Tensor) -> None:
         inputs = [x for x in cached.tensors if x is not None]
@@ -193,10 +206,14 @@ class DecodeStep(decode_step.DecodeStep):
     def launch(self, stream: int, row: list[Any]) -> None:
         """Launches it."""
         counters = counters_of(self.device, self.counters)
-        address, moved = counters.data_ptr(), self.moved
+        address, moved, chunk = counters.data_ptr(), self.moved, None
+        if self.chunks is not None:
+            chunk = row[: -len(self.starts)]
         row[K], row[V] = moved(0, row[K]), moved(1, row[V])
         row += address, address + 4 * HANDED_OUT
         self.call(stream, row)
+        if chunk is not None:
+            self.chunks.launch_with(address + 4 * OF_CHUNKS, stream, chunk)
 
 
 def step_of(

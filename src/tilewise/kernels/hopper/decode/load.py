@@ -14,7 +14,9 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ....tile.split_schedule import (
+    LAST,
     Hint,
+    decoding_programs,
     find_alternating,
     find_sequence,
     share_of,
@@ -57,9 +59,12 @@ def load_partition(sources, rings, counters, call, FEATURES: gl.constexpr, TILE:
     lane = gl.arange(0, 32, LANE_LAYOUT)
     # Parts are as long as if each SM had one program
     programs = gl.cdiv(gl.num_programs(0), TILE.PROGRAMS)
+    if FEATURES.CHUNK > 0:
+        TOKENS: gl.constexpr = ROWS // FEATURES.GROUP
+        programs = decoding_programs(lane, programs, call=call, FEATURES=FEATURES, TOKENS=TOKENS)
     share = share_of(lane, programs, call=call, FEATURES=FEATURES, TOKENS=ROWS // FEATURES.GROUP)
     messages_state, state = start(), start()
-    number = gl.program_id(0)
+    number = first_number(programs, FEATURES)
     if TILE.WARPGROUPS == 1:
         streams = Hint(0, 0, rows=0, pieces=0)
     else:
@@ -74,7 +79,7 @@ def load_partition(sources, rings, counters, call, FEATURES: gl.constexpr, TILE:
         messages_state = advance(messages_state, 2)
         if TILE.BY_TMA:
             state = load_part(work, sources, rings, state, call, FEATURES, TILE)
-        number = fetched_tile(fetched)
+        number = next_number(fetched, programs, FEATURES=FEATURES)
         part, streams = find_part(number, streams, lane, share, call, FEATURES, TILE)
     parts = part.stop
     # Numbers past the parts are slices of folds. All parts were handed out before them, to programs
@@ -89,11 +94,32 @@ def load_partition(sources, rings, counters, call, FEATURES: gl.constexpr, TILE:
         await_parts(work, counters, call=call, FEATURES=FEATURES)
         send(rings.messages, messages_state, fields=work)
         messages_state = advance(messages_state, 2)
-        number = fetched_tile(fetched)
+        number = next_number(fetched, programs, FEATURES=FEATURES)
         hint = part.hint
         part = find_sequence(number, hint, lane, share, call, True, EQUALLY, FEATURES, FOLDED, DV)
-    reset_counter(counters, number, tiles=part.stop)
+    if FEATURES.CHUNK > 0:
+        reset_counter(counters, number, tiles=part.stop, programs=programs)
+    else:
+        reset_counter(counters, number, tiles=part.stop)
     send(rings.messages, messages_state, fields=no_more())
+
+
+@gluon.jit
+def first_number(programs, FEATURES: gl.constexpr):
+    """The number that a program begins with; none of those that leave their SM to chunks."""
+    if FEATURES.CHUNK > 0:
+        return gl.where(gl.program_id(0) < programs, gl.program_id(0), LAST)
+    else:
+        return gl.program_id(0)
+
+
+@gluon.jit
+def next_number(fetched, programs, FEATURES: gl.constexpr):
+    """The number after it."""
+    if FEATURES.CHUNK > 0:
+        return fetched_tile(fetched, programs)
+    else:
+        return fetched_tile(fetched)
 
 
 @gluon.constexpr_function

@@ -7,6 +7,10 @@ sequence has tiles enough for the GPU. All others, and all that ask for the cont
 
 A call's form and one sequence's numbers say which, and no batch mates: so a sequence has the same
 bits whatever is beside it.
+
+A step of packed queries may have both. Decodes wait for memory and chunks for tensor cores, so two
+launches run at the same time: the second begins where the first leaves SMs to it. Which sequences
+are whose they find from the lengths on the device.
 """
 
 from __future__ import annotations
@@ -16,7 +20,8 @@ from typing import Any
 import torch
 import triton
 
-from ....tile.paging import batch_of
+from ....problem import OPTIONAL
+from ....tile.paging import batch_of, capacity
 from ....tile.types import Table
 from ...common import decode_step
 from ...common.alignment import TMA, misplaced
@@ -27,7 +32,15 @@ from ..decode.tiles import is_box
 from ..descriptors import is_in_steps, ragged_steps
 from ..layouts import column_groups
 from ..tile_counter import counter
-from .launch import NO_BIAS, Forward, ForwardRelaunch, FwdArgs, Plan, arguments, plan_for
+from .launch import (
+    NO_BIAS,
+    Forward,
+    ForwardRelaunch,
+    FwdArgs,
+    Plan,
+    arguments,
+    plan_for,
+)
 
 Tensor = torch.Tensor
 TILE_ROWS = 128  # of queries, times the query heads of a key head where these share a tile
@@ -47,17 +60,33 @@ def least_queries(nheads: int, group: int) -> int:
     return max(of_tiles, triton.cdiv(TILE_ROWS, group), decoding.FEW_QUERIES + 1)
 
 
+def least_of(cached: Cached) -> int:
+    """`least_queries` of a call; of a packed one half as many, because others of a step keep the
+    GPU busy, as a power of two, which is what is known of its bound.
+    """
+    nheads = cached.q.shape[-2]
+    least = least_queries(nheads, nheads // cached.k.shape[2])
+    if cached.extras.cu_seqlens_q is None:
+        return least
+    return max(triton.next_power_of_2(least) // 2, 2 * decoding.FEW_QUERIES)
+
+
 def why_in_pieces(cached: Cached, out: Tensor) -> str | None:
     """Why keys are summed in pieces and these divided among programs; None where each tile of
-    queries walks all keys.
+    queries walks all keys: of packed queries, in sequences of `least_of` or more.
     """
     q, k, v = cached[:3]
-    least = least_queries(q.shape[-2], q.shape[-2] // k.shape[2])
+    least = least_of(cached)
     if cached.split_size:
         return "split_size or tilewise.batch_invariant asks for it"
     if cached.extras.cu_seqlens_q is not None:
-        return "packed queries: decodes and chunks of one call share a launch"
-    if q.shape[1] < least:
+        if cached.longest < least:
+            return (
+                f"packed queries, of which max_seqlen_q promises no sequence with {least} or more"
+            )
+        if not capacity(k, cached.page_table):
+            return "there is room for no key"
+    elif q.shape[1] < least:
         return f"a sequence has fewer than {least} queries, too few tiles"
     if k.dtype != q.dtype:
         return "the cache has 8 bits"
@@ -65,7 +94,8 @@ def why_in_pieces(cached: Cached, out: Tensor) -> str | None:
         return "mask_mod counts queries from the sequence's first key"
     if cached.page_table is not None and (reason := why_no_pages(cached)):
         return reason
-    if cached.extras.seqused_k is not None and not (is_in_steps(k) and is_in_steps(v)):
+    is_ragged = not (cached.extras.seqused_k is cached.extras.cu_seqlens_q is None)
+    if is_ragged and not (is_in_steps(k) and is_in_steps(v)):
         return "sequences or pages are no whole number of heads apart in memory"
     return misplaced(dict.fromkeys(("q", "k", "v", "out"), TMA), q=q, k=k, v=v, out=out)
 
@@ -73,7 +103,8 @@ def why_in_pieces(cached: Cached, out: Tensor) -> str | None:
 def why_no_pages(cached: Cached) -> str | None:
     """Why the training forward does not read such pages."""
     k, v = cached.k, cached.v
-    tile = plan_for(cached.problem, cached.q, extras=cached.extras).tile
+    queries, chunk = in_batch(cached.q), chunk_of(cached)
+    tile = plan_for(cached.problem, queries, extras=cached.extras, chunk=chunk).tile
     page_size = k.shape[1]
     if not k.shape[0] or not is_box(page_size, tile.BLOCK_N):
         return f"pages of {page_size} keys are no boxes of TMA: powers of two from 8 on are"
@@ -86,11 +117,21 @@ def why_no_pages(cached: Cached) -> str | None:
     return None
 
 
+def in_batch(x: Tensor) -> Tensor:
+    """Packed rows as a batch of one; a batch as it is."""
+    return x if x.dim() == 4 else x.unsqueeze(0)
+
+
+def chunk_of(cached: Cached) -> int:
+    """From how many queries on packed sequences are chunks; 0 where queries are not packed."""
+    return 0 if cached.extras.cu_seqlens_q is None else least_of(cached)
+
+
 def plan_of(cached: Cached, out: Tensor, lse: Tensor) -> tuple[Plan, FwdArgs]:
     """What a chunk selects, and the kernel's arguments."""
-    pages = pages_of(cached)
-    plan = plan_for(cached.problem, cached.q, extras=cached.extras, pages=pages)
-    tensors = *cached[:3], out, lse, cached.extras
+    pages, q = pages_of(cached), in_batch(cached.q)
+    plan = plan_for(cached.problem, q, extras=cached.extras, pages=pages, chunk=chunk_of(cached))
+    tensors = q, *cached[1:3], in_batch(out), lse, cached.extras
     return plan, arguments(cached.problem, plan, *tensors, cached.scalars, pages)
 
 
@@ -100,26 +141,30 @@ def pages_of(cached: Cached) -> Table | None:
 
 
 class ChunkStep(decode_step.DecodeStep):
-    """The launch of a chunk that was launched before, for other tensors of its signature."""
+    """The launch of chunks that were launched before, for other tensors of their signature."""
 
     def __init__(self, cached: Cached, relaunch: ForwardRelaunch, out: Tensor, lse: Tensor) -> None:
-        tensors = cached.tensors
-        inputs = [x for x in tensors if x is not None]
+        inputs = [x for x in cached.tensors if x is not None]
         super().__init__(cached.q.device, inputs, out, lse, ())
         self.relaunch, self.of = relaunch, relaunch.described.at
         self.has_pages = cached.page_table is not None
-        self.places = [i for i, x in enumerate(cached.extras.optional) if x is not None]
-        self.count = len(cached.extras.optional)
+        # Among extras, in the order of `Cached.tensors`
+        places = {id(x): i for i, x in enumerate(cached.extras.optional)}
+        self.places = [places[id(x)] for x in cached.tensors[4:8] if x is not None]
 
     def launch(self, stream: int, row: list[Any]) -> None:
         """Launches it; `row` has q, k, v, the page table, the other tensors, out and lse."""
+        self.launch_with(counter(self.device, self.index, stream), stream, row=row)
+
+    def launch_with(self, counter: Any, stream: int, row: list[Any]) -> None:
+        """Launches it with a counter of its own."""
         q, k, v, *addresses, out, lse = row
         table = (addresses.pop(0),) if self.has_pages else ()
-        extras = [0] * self.count
+        extras = [0] * OPTIONAL
         for place, address in zip(self.places, addresses):
             extras[place] = address
         relaunch, of = self.relaunch, self.of
-        gaps = lse, counter(self.device, self.index, stream), *(extras if self.places else ())
+        gaps = lse, counter, *(extras if self.places else ())
         described = *of(0, q), *of(1, k), *of(2, v), *of(3, out)
         args = relaunch.args.filled((*gaps, *table))
         relaunch.kernel(stream, *described, *args, *NO_BIAS, *relaunch.constants)
@@ -134,8 +179,20 @@ def forward(cached: Cached, out: Tensor, lse: Tensor) -> decode_step.DecodeStep 
         return decoding.forward(cached, out, lse=lse)
     if cached.entry is not None:
         cached, out = distinct_cached(cached), out.detach()
-    launched = Forward(cached.problem, cached.scalars)
-    launched.first(*cached[:3], out, lse, cached.extras, pages_of(cached))
+    launched, chunk = Forward(cached.problem, cached.scalars), chunk_of(cached)
+    plan, compiled, own_counter = None, None, None
+    if chunk:
+        plan = decoding.plan_of(cached, out, lse, chunk=chunk)
+        own_counter = plan.args[decoding.COUNTERS].counter[decoding.OF_CHUNKS :]
+        compiled = decoding.run(plan, cached.q.device)
+    tensors = in_batch(cached.q), cached.k, cached.v, in_batch(out), lse, cached.extras
+    launched.first(*tensors, pages_of(cached), chunk, own_counter)
     if cached.entry is None or launched.relaunch is None:
         return None
-    return ChunkStep(cached, launched.relaunch, out=out, lse=lse)
+    chunks = ChunkStep(cached, launched.relaunch, out=out, lse=lse)
+    if plan is None:
+        return chunks
+    step = decoding.step_of(cached, plan, out=out, lse=lse, compiled=compiled)
+    if step is not None:
+        step.chunks = chunks
+    return step

@@ -107,7 +107,7 @@ def store_rows(
     if FEATURES.HEADDIM_V % TMA_UNIT == 0:
         place = place_of_rows(work, WG, FEATURES=FEATURES, TILE=TILE)
         store_columns(out.to(dtype), output, WG=WG, at=place, column=0, FEATURES=FEATURES)
-        if FEATURES.PACKED:
+        if FEATURES.PACKED and FEATURES.CHUNK == 0:  # else they are not this launch's
             if work.seqlen_q < work.rows_q:
                 zeros = gl.full(out.shape, 0.0, dtype, out.type.layout)
                 store_columns(zeros, output, WG, place_of_padding(work, WG, TILE=TILE), 0, FEATURES)

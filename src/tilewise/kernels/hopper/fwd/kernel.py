@@ -83,6 +83,10 @@ def hopper_fwd_kernel(
         rings = Rings((q_0, q_1), kv_ring, messages=messages, bias=bias)
     else:
         rings = Rings((q_0, q_1, q_2), kv_ring, messages=messages)
+    # Of packed chunks the load warp finds tiles and pages: with 40, 46 spills in its loop
+    FINDS: gl.constexpr = FEATURES.CHUNK > 0 and TILE.PAGE > 0
+    ATTEND: gl.constexpr = 216 if FINDS else 232
+    LOAD: gl.constexpr = 72 if FINDS else 40
     if WARPGROUPS == 2 and BY_TMA:
         gl.warp_specialize(
             [
@@ -91,7 +95,7 @@ def hopper_fwd_kernel(
                 (load_partition, (sources, rings, call, FEATURES, TILE)),
             ],
             [4, 1],
-            [232, 40],
+            [ATTEND, LOAD],
         )
     elif WARPGROUPS == 2:
         gl.warp_specialize(

@@ -89,7 +89,8 @@ def block_of(work, batch, head_k, n_start, sources, FEATURES: gl.constexpr, TILE
         return PagedKeyBlock(pages, entries.row, head_k, n_start, work.seqlen_k)
     elif FEATURES.PACKED or FEATURES.SEQUSED_K:
         heads_k, heads_v = sources.heads_per_batch
-        heads = head_k + batch * heads_k, head_k + batch * heads_v
+        row = work.batch if FEATURES.CHUNK > 0 else batch
+        heads = head_k + row * heads_k, head_k + row * heads_v
         return RaggedKeyBlock(heads, work.first_k + work.seqlen_k, work.seqlen_k, n_start)
     else:
         return KeyBlock(batch, head_k, n_start=n_start)

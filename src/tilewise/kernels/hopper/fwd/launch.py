@@ -148,9 +148,12 @@ class Forward:
         )
         return out, lse
 
-    def first(self, q, k, v, out, lse, extras: Extras, pages: Table | None = None) -> None:
+    def first(
+        self, q, k, v, out, lse, extras: Extras, pages: Table | None = None, chunk=0, counter=None
+    ) -> None:
         """The first launch of a signature, through Triton's launcher; `pages` are where k and v are
-        those of a cache.
+        those of a cache. Of its packed queries it computes the sequences of `chunk` or more, while
+        another launch computes the others; no two share a `counter`.
         """
         if out.numel() == 0 and lse.numel() == 0:
             return
@@ -165,10 +168,12 @@ class Forward:
         if self.problem.has_seqused_k and not self.problem.is_packed:
             k, v = in_steps(k), in_steps(v)
         extras = distinct_extras(extras)
-        plan = plan_for(self.problem, q, extras, self.is_flat, pages)
+        plan = plan_for(self.problem, q, extras, self.is_flat, pages, chunk)
         extras = in_pairs(extras, plan)
         args = arguments(self.problem, plan, q, k, v, out, lse, extras, self.scalars, pages)
         constants = dict(FEATURES=plan.features, TILE=plan.tile, num_warps=4)
+        if chunk:
+            args = args._replace(queue=args.queue._replace(counter=counter))
         if emulator_seed() is not None and q.device.type == "cpu":
             programs = min(args.queue.tiles, 4)  # few, so that each works through several tiles
             emulated = emulate(hopper_fwd_kernel, assembly.ASM | dropout.ASM)
@@ -176,6 +181,7 @@ class Forward:
             return
         programs = min(args.queue.tiles, num_sms(q.device))
         with on_device(q.device):
+            constants["launch_pdl"] = bool(chunk)  # whether it runs beside the launch before
             compiled = first_launch(hopper_fwd_kernel, programs, *checked(args), **constants)
             device = torch.cuda.current_device()
         if given[0] is k and given[1] is v:  # neither copied nor replaced
@@ -216,7 +222,7 @@ def arguments(
 ) -> FwdArgs:
     """The kernel's arguments for a call."""
     heads_per_batch = 0, 0
-    if problem.has_seqused_k and not problem.is_packed:
+    if plan.features.CHUNK or (problem.has_seqused_k and not problem.is_packed):
         heads_per_batch = ragged_steps(k)[2], ragged_steps(v)[2]
     *described, for_bias = descriptors(problem, plan, q, k, v, out, extras.bias)
     keys = k if pages is None else room_of(k, pages)
@@ -262,18 +268,21 @@ def plan_for(
     extras: Extras = NO_EXTRAS,
     is_flat: bool = False,
     pages: Table | None = None,
+    chunk: int = 0,
 ) -> Plan:
     """The plan of a call; of packed sequences that of long ones where `max_seqlen_q` allows some,
-    else that of their mean length.
+    else that of their mean length. With `chunk`, of packed sequences over a KV cache with as
+    many queries, whatever the others are.
     """
     seqlen_q = max(1, q.shape[1] // max(1, packed_in(extras)))
     # Members of a group lie in a dimension of their own, and `ragged_by_head` has none left
     pack = 1 if problem.is_packed or problem.is_modified else pack_of(problem, seqlen_q)
-    is_short = seqlen_q <= LONG_SEQLEN and not problem.is_long
+    is_short = seqlen_q <= LONG_SEQLEN and not (problem.is_long or chunk)
     is_copied = has_tiles(extras.bias, q)
     bias = bias_step(extras.bias), is_copied
     page_size = 0 if pages is None else pages.page_size
-    return plan_of(problem, q.device, is_short, pack, *bias, is_flat, page_size)
+    plan = plan_of(problem, q.device, is_short, pack, *bias, is_flat, page_size)
+    return plan._replace(features=plan.features._replace(CHUNK=chunk)) if chunk else plan
 
 
 def plan_of(

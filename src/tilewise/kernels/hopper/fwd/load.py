@@ -14,6 +14,7 @@ from ....tile.seqlen import modifiers_of
 from ....tile.varlen import Hint
 from ..bias import copy_bias
 from ..compat import tma_load
+from ..dependents import await_launch_before
 from ..layouts import column_groups
 from ..pipeline import PipelineState, advance, start, wait_empty
 from ..tile_messages import send
@@ -62,7 +63,10 @@ def load_partition(sources, rings, call, FEATURES: gl.constexpr, TILE: gl.conste
     modifiers = modifiers_of(call.optionals)
     call = KernelCall(call.queue, call.optionals, call.sizes, call.numbers, modifiers)
     progress = Progress(start(), start(), start(), start(), nowhere(FEATURES, TILE), False)
-    tile = gl.program_id(0)
+    if FEATURES.CHUNK > 0:  # programs may begin when others end
+        tile = fetched_tile(fetch_next_tile(call.queue, True), 0)
+    else:
+        tile = gl.program_id(0)
     if FEATURES.RUNS:
         runs = open_runs(call.optionals.runs)
         call = KernelCall(call.queue, call.optionals, call.sizes, call.numbers, modifiers, runs)
@@ -92,6 +96,8 @@ def load_partition(sources, rings, call, FEATURES: gl.constexpr, TILE: gl.conste
     send(rings.messages, progress.messages, fields=no_more(END, FEATURES))
     if TILE.TRANSPOSES:
         leave(sources.transposing, 1)
+    if FEATURES.CHUNK > 0:
+        await_launch_before()
 
 
 @gluon.jit
@@ -133,7 +139,10 @@ def load_tile(sources, rings, progress, work, call, FEATURES: gl.constexpr, TILE
         prev_block = block
         has_prev = True
     progress = Progress(messages_state, q_state, kv_state, bias_state, prev_block, has_prev)
-    return progress, fetched_tile(fetched)
+    if FEATURES.CHUNK > 0:
+        return progress, fetched_tile(fetched, 0)
+    else:
+        return progress, fetched_tile(fetched)
 
 
 @gluon.jit

@@ -52,7 +52,7 @@ def find_tile(tile, hint, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
     nheads, last_first = call.queue.nheads, FEATURES.RIGHT
     return varlen_tile(
         tile, hint, lane, starts, sizes.seqlen_q, sizes.packed, nheads,
-        TILE.BLOCK_M, 1, last_first,
+        TILE.BLOCK_M, 1, last_first, LEAST=FEATURES.CHUNK,
     )  # fmt: skip
 
 

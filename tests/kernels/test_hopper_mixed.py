@@ -1,0 +1,193 @@
+"""Steps of decodes and chunks over a KV cache in the emulator: two launches, each of which computes
+its own sequences.
+"""
+
+import math
+
+import pytest
+import torch
+from helpers.cached_calls import check_cached
+from helpers.caches import contiguous, paged, sequences
+from helpers.tiers import sample, sample_rows
+
+import tilewise
+from tilewise.frontend.scalars import longest_of
+from tilewise.kernels.hopper.decode import launch as decoding
+from tilewise.kernels.hopper.fwd import cached as schedules
+from tilewise.testing import use_emulator
+from tilewise.testing.tolerance import assert_within
+
+BF16 = torch.bfloat16
+CHUNK = 32  # queries from which on a packed sequence is one, below
+QUERIES = [1, 70, 0, 3, 32, 31]
+LENGTHS = [300, 133, 90, 0, 20, 64]  # of the fourth none sees a key, of the fifth some
+FEATURES = {
+    "plain": {},
+    "causal": dict(causal=True),
+    "window": dict(causal=True, window=(40, 0)),
+    "softcap": dict(causal=True, softcap=3.0, alibi_slopes=torch.tensor([0.5, 0.1, 0.02, 0.01])),
+    "sinks": dict(causal=True, sinks=torch.tensor([1.0, -math.inf, 0.0, 4.0])),
+}
+
+
+@pytest.fixture(autouse=True)
+def counts(monkeypatch):
+    """Counters of one stream, as launches find and leave them; few queries are a chunk."""
+    counters = torch.zeros(1 << 14, dtype=torch.int32)
+    monkeypatch.setattr(decoding, "counters_of", lambda device, count: counters)
+    monkeypatch.setattr(schedules, "least_queries", lambda nheads, group: 2 * CHUNK)
+    yield
+    assert not counters.any()
+
+
+def drawn(queries=QUERIES, lengths=LENGTHS, heads=(4, 2), headdims=(64, 64), seed=0):
+    return sequences(queries, lengths, heads, headdims, BF16, seed)
+
+
+def run(s, page_size=16, seed=0, tail=5, longest=None, **options):
+    """Of rows behind the last sequence, too."""
+    cache = dict(k=contiguous(s.k), v=contiguous(s.v), seqused_k=s.lengths)
+    if page_size is not None:
+        cache |= dict(zip(("k", "v", "page_table"), paged(s, page_size, seed)))
+    q = torch.cat([*s.q, s.q[0].new_full((tail, *s.q[0].shape[1:]), math.nan)])
+    options = dict(max_seqlen_q=longest or max(map(len, s.q)), return_lse=True) | options
+    with use_emulator(seed):
+        out, lse = tilewise.attention(q, **cache, cu_seqlens_q=s.starts, **options)
+    rows = [len(x) for x in s.q]
+    if tail and "out" not in options:
+        assert (out[-tail:] == 0).all() and (lse[:, -tail:] == -math.inf).all()
+    total = sum(rows)
+    return list(zip(out[:total].split(rows), lse[:, :total].split(rows, 1)))
+
+
+def alone(s, i, page_size, **options):
+    """A sequence as a batch of one."""
+    s = type(s)(*([x[i]] for x in s))
+    k, v, table = paged(s, page_size, 7) if page_size else (*map(contiguous, s[1:]), None)
+    cache = dict(k=k, v=v, page_table=table, seqused_k=s.lengths)
+    with use_emulator(3):
+        out, lse = tilewise.attention(s.q[0][None], **cache, return_lse=True, **options)
+    return out[0], lse[0]
+
+
+def check(s, found, **options):
+    for i, triple in enumerate(zip(*s)):
+        q, k, v = (x[None] for x in triple)
+        if not q.numel():
+            continue
+        exact = tilewise.attention_reference(
+            *(x.double() for x in (q, k, v)), return_lse=True, **options
+        )
+        rough = tilewise.attention_reference(q, k, v, upcast=False, return_lse=True, **options)
+        for name, mine, right, near in zip(("out", "lse"), found[i], exact, rough):
+            assert_within(mine[None], right, near, f"{name} of sequence {i}")
+
+
+def assert_equal(found, expected):
+    for mine, theirs in zip(found, expected, strict=True):
+        for x, y in zip(mine, theirs, strict=True):
+            assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("page_size", sample([16, None, 64], 16))
+@pytest.mark.parametrize("name", sample(FEATURES, "causal"))
+def test_each_sequence_has_the_bits_it_has_alone(name, page_size):
+    s, options = drawn(), FEATURES[name]
+    found = run(s, page_size, **options)
+    check(s, found, **options)
+    assert_equal([alone(s, 1, page_size, **options)], [found[1]])  # a chunk in a batch, too
+    few = type(s)(*([x[i] for i in (0, 2, 3, 5)] for x in s))
+    assert_equal(run(few, page_size, seed=1, **options), [found[i] for i in (0, 2, 3, 5)])
+
+
+SHAPES = [((8, 1), (128, 128)), ((4, 4), (192, 128)), ((4, 2), (256, 256))]
+
+
+@pytest.mark.parametrize("heads, headdims", sample_rows(SHAPES, SHAPES[0]))
+def test_heads_and_headdims(heads, headdims):
+    s = drawn([1, 40, 2], [150, 80, 30], heads, headdims)
+    check(s, run(s, causal=True), causal=True)
+
+
+def test_batch_mates_change_no_bit():
+    """And where nothing is for one of the launches, it ends."""
+    s = drawn()
+    found = run(s, causal=True)
+    turned = type(s)(*(x[::-1] for x in s))
+    assert_equal(run(turned, seed=1, causal=True)[::-1], found)
+    for places in ([1], [0, 3], [1, 4], [2]):
+        part = type(s)(*([x[i] for i in places] for x in s))
+        assert_equal(run(part, seed=2, longest=70, causal=True), [found[i] for i in places])
+
+
+def test_many_sequences():
+    """More than a warp looks at together."""
+    queries = [1] * 33 + [40] + [1] * 33 + [35, 2]
+    s = drawn(queries, [64 + i % 5 for i in range(len(queries))], (2, 2))
+    found = run(s, causal=True)
+    check(s, found, causal=True)
+
+
+def test_it_writes_the_callers_out_and_no_other_rows():
+    s = drawn()
+    expected = run(s, causal=True)
+    out = torch.full((sum(QUERIES) + 5, 4, 64), 7.0, dtype=BF16)
+    found = run(s, causal=True, out=out)
+    assert_equal(found, expected)
+    assert (out[-5:] == 7).all()
+
+
+def cached_of(heads=(32, 8), longest=0, kept=BF16):
+    q, k = torch.empty(130, heads[0], 64, dtype=BF16), torch.empty(9, 16, heads[1], 64, dtype=kept)
+    lengths = torch.ones(2, dtype=torch.int32), torch.tensor([0, 1, 130], dtype=torch.int32)
+    table = torch.zeros(2, 4, dtype=torch.int32)
+    asked = *(q, k, k, table, lengths), (None, None, None), (True, None, None, None, None), "bshd"
+    return check_cached(*asked)._replace(longest=longest)
+
+
+def test_which_sequences_are_chunks(monkeypatch):
+    """A bound on lengths says whether there may be some, as a power of two."""
+    monkeypatch.undo()
+    assert [longest_of(n) for n in (None, 0, 1, 63, 64, 2048, 3000)] == [
+        0,
+        0,
+        1,
+        32,
+        64,
+        2048,
+        2048,
+    ]
+    heads = (32, 8), (8, 1), (128, 128), (512, 8)
+    assert [schedules.least_of(cached_of(x)) for x in heads] == [64, 256, 64, 16]
+    out = torch.empty(130, 32, 64, dtype=BF16)
+    assert schedules.why_in_pieces(cached_of(longest=64), out) is None
+    assert "max_seqlen_q" in schedules.why_in_pieces(cached_of(longest=32), out)
+    eight_bits = cached_of(longest=64, kept=torch.int8)
+    assert "8 bits" in schedules.why_in_pieces(eight_bits, out)
+
+
+def test_addresses_are_in_the_places_of_their_arguments():
+    """Of later launches, of which a chunk's arguments have another order than a step's."""
+    s = drawn([40], [50])
+    slopes, sinks = torch.ones(4), torch.ones(4)
+    seen = []
+
+    class Relaunch:
+        constants = ()
+
+        class described:
+            at = staticmethod(lambda which, address: [address])
+
+        class args:
+            filled = staticmethod(lambda row: seen.append(row) or ())
+
+        kernel = staticmethod(lambda *args: None)
+
+    cached = check_cached(
+        *(torch.stack(s.q), contiguous(s.k), contiguous(s.v), None),
+        *((s.lengths, None), (slopes, sinks, None), (True, None, None, None, None), "bshd"),
+    )
+    out, lse = torch.empty(1, 40, 4, 64), torch.empty(1, 4, 40)
+    step = schedules.ChunkStep(cached, Relaunch, out, lse)
+    step.launch_with("counter", 0, ["q", "k", "v", "used", "slopes", "sinks", "out", "lse"])
+    assert seen == [("lse", "counter", "slopes", "sinks", "used", *[0] * 5)]
