@@ -67,6 +67,7 @@ def _ours(backend: str | None, of: Decode, device: str) -> Attend:
             seqused_k=cache.seqused_k,
             page_table=cache.page_table,
             cu_seqlens_q=starts,
+            max_seqlen_q=None if starts is None else max(of.queries),
             k_descale=cache.k_descale,
             v_descale=cache.v_descale,
             split_size=of.split_size or None,
