@@ -193,7 +193,7 @@ def _attend_cached(
 def _keys_and_values(cached: Cached, row: int, length: int, upcast: bool) -> tuple[Tensor, Tensor]:
     """Keys and values of one sequence, (1, length, nheads_k, ...), with the products' dtype."""
     table, dtype = cached.page_table, cached.q.dtype
-    rows_of_both = []
+    keys_and_values = []
     for x, scale in ((cached.k, cached.k_descale), (cached.v, cached.v_descale)):
         rows = gather(x, table, row=row, first=0, last=length)
         if x.dtype != dtype:
@@ -203,8 +203,8 @@ def _keys_and_values(cached: Cached, row: int, length: int, upcast: bool) -> tup
                 scale = of_sequence(scale, row)
             exact = torch.promote_types(dtype, torch.float32) if upcast else dtype
             rows = dequantize(rows, scale, dtype=exact)
-        rows_of_both.append(rows.unsqueeze(0))
-    return rows_of_both[0], rows_of_both[1]
+        keys_and_values.append(rows.unsqueeze(0))
+    return keys_and_values[0], keys_and_values[1]
 
 
 def _attend_packed(q: Tensor, k: Tensor, v: Tensor, options: _Options) -> tuple[Tensor, Tensor]:

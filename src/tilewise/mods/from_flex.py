@@ -79,11 +79,11 @@ def _converted_of(block_mask: Any, ours: type[BlockMask]) -> Converted:
     shape, block = (*counts.shape[:2], *block_mask.seq_lengths), tuple(block_mask.BLOCK_SIZE)
     check_shape(shape, block)
     partial, full = cut_at_ends(trimmed(partial), trimmed(full), shape=shape, block=block)
-    ours_of_it = ours(mask, shape, block=block, partial=partial, full=full)
+    tilewise_mask = ours(mask, shape, block=block, partial=partial, full=full)
     if mask.expr is EVERYTHING:
-        ours_of_it = _as_listed(ours_of_it)
+        tilewise_mask = _as_listed(tilewise_mask)
     lists, versions = _state(block_mask)
-    return Converted(lists, versions, mask=mask, block_mask=ours_of_it)
+    return Converted(lists, versions, mask=mask, block_mask=tilewise_mask)
 
 
 def _check_kind(block_mask: Any) -> None:

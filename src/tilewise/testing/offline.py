@@ -108,22 +108,22 @@ def stats(compiled: Any) -> dict[str, int | bool]:
     Raises:
         ValueError: the kernel was not compiled by `build`.
     """
-    counts_of_ptx = {"smem": compiled.metadata.shared, "warps": compiled.metadata.num_warps}
+    resources = {"smem": compiled.metadata.shared, "warps": compiled.metadata.num_warps}
     if "amdgcn" in compiled.asm:
         assembly = compiled.asm["amdgcn"]
         counts = {name: _number(rf"\.{name}:\s*(\d+)", assembly) for name in _AMD}
-        return counts_of_ptx | counts | {"MFMA": assembly.count("v_mfma")}
+        return resources | counts | {"MFMA": assembly.count("v_mfma")}
     log = getattr(compiled, "ptxas_log", "")
-    counts_of_ptx |= {
+    resources |= {
         "registers": _number(r"Used (\d+) registers", log),
         "spill_stores": _number(r"(\d+) bytes spill stores", log),
         "spill_loads": _number(r"(\d+) bytes spill loads", log),
         "wgmma_serialized": "are serialized" in log,
     }
     sass = _disassemble(compiled.asm["cubin"])
-    counts_of_ptx["copies_apart"] = _copies_apart(sass)
-    counts_of_ptx["idle_barriers"] = _idle_barriers(compiled.asm["ttgir"])
-    return counts_of_ptx | {name: len(re.findall(rf"(?<![.\w]){name}\b", sass)) for name in _SASS}
+    resources["copies_apart"] = _copies_apart(sass)
+    resources["idle_barriers"] = _idle_barriers(compiled.asm["ttgir"])
+    return resources | {name: len(re.findall(rf"(?<![.\w]){name}\b", sass)) for name in _SASS}
 
 
 class _StandIn(DriverBase):

@@ -62,5 +62,5 @@ def to_e4m3(x):
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
     # Below 2^-6 to a multiple of 2^-9, the last place of 2^14
     small = (magnitude + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
-    bits_of_magnitude = tl.where(magnitude < 0.015625, small, normal)
-    return tl.where(x != x, 0x7F, sign | bits_of_magnitude).to(tl.uint8)
+    code = tl.where(magnitude < 0.015625, small, normal)
+    return tl.where(x != x, 0x7F, sign | code).to(tl.uint8)

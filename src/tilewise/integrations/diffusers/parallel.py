@@ -54,8 +54,8 @@ def attend_shards(
                 f"{argument} is not supported under context parallelism: leave it out, or load the "
                 "model without `parallel_config` and `enable_parallelism`"
             )
-    theirs = dict(forward_op=forward_op, backward_op=backward_op, _parallel_config=config)
-    return run(query, key, value, mask, 0.0, False, scale, False, return_lse, **theirs)
+    parallel_options = dict(forward_op=forward_op, backward_op=backward_op, _parallel_config=config)
+    return run(query, key, value, mask, 0.0, False, scale, False, return_lse, **parallel_options)
 
 
 def forward_op(

@@ -90,16 +90,16 @@ def copy_rows(*copies: tuple[torch.Tensor, torch.Tensor, int]) -> None:
     """Copies up to three (batch, seqlen, nheads, headdim) tensors into others, whose memory holds
     so many columns a row.
     """
-    filled = [of_copy(x, target, width=width) for x, target, width in copies if x.numel() > 0]
-    if not filled:
+    nonempty = [of_copy(x, target, width=width) for x, target, width in copies if x.numel() > 0]
+    if not nonempty:
         return
-    programs, device = sum(copied.programs for copied, _ in filled), copies[0][0].device
-    copied, constants = ((*x, *[None] * (MAX_TENSORS - len(filled))) for x in zip(*filled))
+    programs, device = sum(copied.programs for copied, _ in nonempty), copies[0][0].device
+    copied, constants = ((*x, *[None] * (MAX_TENSORS - len(nonempty))) for x in zip(*nonempty))
     if device.type == "cpu":
         interpret(copy_rows_kernel)[(programs,)](*copied, *constants)
         return
     index = device.index
-    leaves = (x for one, _ in filled for x in (*one.source, *one.target, *one[2:]))
+    leaves = (x for one, _ in nonempty for x in (*one.source, *one.target, *one[2:]))
     key = index, constants, *map(class_of, leaves)
     compiled = _compiled.get(key)
     if compiled is None or has_launch_hooks() or torch.cuda.current_device() != index:

@@ -365,5 +365,5 @@ def add_means(out, share, means):
 def joined(left, right):
     """The two halves side by side: each number stays in its register."""
     columns: gl.constexpr = 2 * left.shape[1]
-    columns_of_both = gl.join(left, right).permute(0, 2, 1).reshape([64, columns])
-    return gl.convert_layout(columns_of_both, fp8_accumulator(columns), assert_trivial=True)
+    pairs = gl.join(left, right).permute(0, 2, 1).reshape([64, columns])
+    return gl.convert_layout(pairs, fp8_accumulator(columns), assert_trivial=True)
