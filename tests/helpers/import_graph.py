@@ -49,10 +49,13 @@ def file_of(parts: list[str]) -> str | None:
     return name if name in FILES else package if package in FILES else None
 
 
-def imports(name: str) -> set[str]:
-    """The files that a file imports."""
+def imports(name: str, for_types: bool = False) -> set[str]:
+    """The files that a file imports; with `for_types` those under TYPE_CHECKING, too."""
     folder, found = name.split("/")[:-1], set()
-    for node in statements(ast.parse(FILES[name].read_text(encoding="utf-8"))):
+    tree = ast.parse(FILES[name].read_text(encoding="utf-8"))
+    for node in ast.walk(tree) if for_types else statements(tree):
+        if not isinstance(node, ast.Import | ast.ImportFrom):
+            continue
         if isinstance(node, ast.Import):
             modules = [alias.name.split(".") for alias in node.names]
             found |= {file_of(module[1:]) for module in modules if module[0] == "tilewise"}

@@ -87,6 +87,11 @@ def test_files_have_no_circle():
     import_graph.in_order(files())
 
 
+def test_no_two_files_import_each_other_for_types_either():
+    graph = {name: import_graph.imports(name, for_types=True) for name in files()}
+    assert not [(a, b) for a, others in graph.items() for b in others if a in graph[b]]
+
+
 @pytest.mark.parametrize("folder", COUNTS)
 def test_a_change_of_the_layout_shows(folder):
     assert import_graph.counts(folder) == COUNTS[folder]

@@ -7,15 +7,18 @@ Only their metadata is read, which selects code and launch sizes: a call of any 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
+from .. import scores
 from ..frontend.scalars import band
 from ..mods.flatten import modifiers_of
 from ..problem import LONG_SEQLEN, Extras, Problem, Scalars, describe
-from .modifiers import BIASES, arguments_of
+from ..sparse import create_block_mask
+from .modifiers import BIASES, DROPOUT_P, MASKS, RNG
 from .shapes import FP8, Shape
 
 Tensor = torch.Tensor
@@ -42,8 +45,37 @@ def options_of(shape: Shape, device: str) -> dict[str, Any]:
         softcap=shape.softcap or None,
         alibi_slopes=_slopes(shape, device) if shape.alibi else None,
         sinks=_sinks(shape, device) if shape.sinks else None,
-        **arguments_of(shape, device),
+        **modifier_of(shape, device),
     )
+
+
+def block_mask_of(shape: Shape, device: str):
+    """The BlockMask of a shape, None for one without."""
+    if shape.modifier not in MASKS:
+        return None
+    seqlen = shape.seqlen_q
+    mask = MASKS[shape.modifier](seqlen, device)
+    return create_block_mask(mask, shape.batch, shape.nheads, seqlen, seqlen, device=device)
+
+
+def score_of(shape: Shape, device: str) -> Callable[..., Tensor] | None:
+    """The score function of a shape: a slope a head times the distance to the key."""
+    if shape.modifier != "score":
+        return None
+    heads = torch.arange(1, shape.nheads + 1, dtype=torch.float32, device=device)
+    slopes = torch.exp2(-8 * heads / shape.nheads)
+    return lambda score, b, h, q_idx, kv_idx: score + slopes[h] * (kv_idx - q_idx)
+
+
+def modifier_of(shape: Shape, device: str) -> dict[str, Any]:
+    """The arguments that a shape's modifier adds; none for a bias, which is an input."""
+    if shape.modifier in MASKS:
+        return {"block_mask": block_mask_of(shape, device)}
+    if (score := score_of(shape, device)) is not None:
+        return {"score_mod": scores.score(score)}
+    if shape.modifier == "dropout":
+        return {"dropout_p": DROPOUT_P, "dropout_rng": torch.tensor(RNG, device=device)}
+    return {}
 
 
 def packing_of(shape: Shape, device: str) -> dict[str, Any]:

@@ -7,17 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .. import mods, scores
+from .. import mods
 from ..mods import Mask
-from ..sparse import create_block_mask
 from .lengths import documents
-
-if TYPE_CHECKING:
-    from .shapes import Shape
 
 Tensor = torch.Tensor
 WINDOW = 1024  # keys that a query of `window` sees, its own among them
@@ -28,35 +23,6 @@ NAMES = (
     *("window", "prefix", "causal", "documents", "causal-documents"),
     *("score", "dropout", *BIASES),
 )
-
-
-def block_mask_of(shape: Shape, device: str):
-    """The BlockMask of a shape, None for one without."""
-    if shape.modifier not in MASKS:
-        return None
-    seqlen = shape.seqlen_q
-    mask = MASKS[shape.modifier](seqlen, device)
-    return create_block_mask(mask, shape.batch, shape.nheads, seqlen, seqlen, device=device)
-
-
-def score_of(shape: Shape, device: str) -> Callable[..., Tensor] | None:
-    """The score function of a shape: a slope a head times the distance to the key."""
-    if shape.modifier != "score":
-        return None
-    heads = torch.arange(1, shape.nheads + 1, dtype=torch.float32, device=device)
-    slopes = torch.exp2(-8 * heads / shape.nheads)
-    return lambda score, b, h, q_idx, kv_idx: score + slopes[h] * (kv_idx - q_idx)
-
-
-def arguments_of(shape: Shape, device: str) -> dict[str, Any]:
-    """What `attention` is called with, nothing for a shape without; a bias is an input."""
-    if shape.modifier in MASKS:
-        return {"block_mask": block_mask_of(shape, device)}
-    if (score := score_of(shape, device)) is not None:
-        return {"score_mod": scores.score(score)}
-    if shape.modifier == "dropout":
-        return {"dropout_p": DROPOUT_P, "dropout_rng": torch.tensor(RNG, device=device)}
-    return {}
 
 
 def pairs_of(modifier: str, seqlen: int) -> int:

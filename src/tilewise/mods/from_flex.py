@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,10 +20,8 @@ from .block_lists import SKIPPED, BlockLists, cut_at_ends, lists_of, trimmed
 from .expressions import BOOL, Node
 from .masks import Mask
 
-if TYPE_CHECKING:
-    from .block_mask import BlockMask
-
 Tensor = torch.Tensor
+BlockMask = Any  # `block_mask.BlockMask`, whose file imports this one, and its class
 EVERYTHING = Node(BOOL, (), True)
 
 
@@ -39,7 +37,7 @@ class Converted(NamedTuple):
 _converted: weakref.WeakKeyDictionary[Any, Converted] = weakref.WeakKeyDictionary()
 
 
-def converted_once(block_mask: Any, ours: type[BlockMask]) -> BlockMask:
+def converted_once(block_mask: Any, ours: Any) -> BlockMask:
     """`converted`, or what it gave before where nothing was written to since."""
     if torch.compiler.is_compiling():
         raise ArgumentError(
@@ -54,7 +52,7 @@ def converted_once(block_mask: Any, ours: type[BlockMask]) -> BlockMask:
     return conversion.block_mask
 
 
-def converted(block_mask: Any, ours: type[BlockMask]) -> Converted:
+def converted(block_mask: Any, ours: Any) -> Converted:
     """A block mask of FlexAttention and one of our class. A compiler that gave up before goes on
     with each function that is called, and warns of what it cannot trace in this one.
     """
@@ -63,7 +61,7 @@ def converted(block_mask: Any, ours: type[BlockMask]) -> Converted:
     return (_converted_of if dynamo is None else dynamo.disable(_converted_of))(block_mask, ours)
 
 
-def _converted_of(block_mask: Any, ours: type[BlockMask]) -> Converted:
+def _converted_of(block_mask: Any, ours: Any) -> Converted:
     counts, indices = block_mask.kv_num_blocks, block_mask.kv_indices
     if counts.ndim != 3:
         raise ArgumentError(

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 
@@ -14,8 +14,16 @@ from ..errors import ArgumentError
 from . import expressions, functions
 from .expressions import BOOL, FLOAT, INT, Node
 
-if TYPE_CHECKING:
-    from .trace import Tracer
+
+class Tracer(Protocol):
+    """What symbols ask of a tracer, `trace.Tracer`, which makes them."""
+
+    dialect: Any
+
+    def build(self, op: str, *values: Any) -> Symbol: ...
+    def lift(self, value: Any) -> Symbol: ...
+    def index(self, x: torch.Tensor, index: Any) -> Symbol | Row: ...
+    def splice(self, expr: Node, leaves: dict[str, Symbol], tensors: tuple) -> Symbol: ...
 
 
 BINARY = {

@@ -23,7 +23,7 @@ from benchmarks.bench.providers import PROVIDERS, Provider, provider
 from benchmarks.bench.run import Outcome
 from tilewise import attention_reference, mods
 from tilewise.explain import modifiers
-from tilewise.explain.call import options_of
+from tilewise.explain.call import block_mask_of, options_of
 from tilewise.explain.lengths import documents
 from tilewise.explain.shapes import Shape
 
@@ -47,7 +47,7 @@ def dense(shape, mask):
 @pytest.mark.parametrize("name", modifiers.MASKS)
 def test_pairs_are_those_of_the_mask_and_flex_has_the_same(name, seqlen):
     shape = shape_of(name)._replace(batch=1, nheads=1, seqlen_q=seqlen, seqlen_k=seqlen)
-    seen = dense(shape, modifiers.block_mask_of(shape, "cpu").mask)
+    seen = dense(shape, block_mask_of(shape, "cpu").mask)
     assert shape.pairs == seen.sum() == modifiers.pairs_of(name, seqlen)
     assert torch.equal(seen, dense(shape, predicate_of(shape, "cpu")))
 
@@ -155,7 +155,7 @@ def test_it_is_the_problem_of_the_call(monkeypatch):
 
 
 def is_of_documents(name):
-    blocks = modifiers.block_mask_of(shape_of(name), "cpu")
+    blocks = block_mask_of(shape_of(name), "cpu")
     return blocks is not None and blocks.documents is not None
 
 
