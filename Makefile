@@ -39,6 +39,7 @@ BENCH = $(BENCH_COMMAND) --save $(RESULTS)
 LENGTHS := --seqlen 512,1k,2k,4k,8k,16k
 # Decodes, their pages, queries and lengths, chunks, both in one call, and caches of 8 bits
 STEPS := "--batch 32,8,1 --queries 1 --against tilewise:portable,fa3,sdpa" \
+	"--batch 32,8,1 --queries 1 --append --against fa3" \
 	"--batch 32 --queries 2,4,8 --against fa3" "--batch 32 --queries 1 --pages 256,64,1 --against fa3" \
 	"--batch 256 --queries 1 --pages 16 --against fa3" "--lengths zipf --queries 1 --pages 16 --against fa3" \
 	"--batch 1 --seqlens 1,128k,1048576 --queries 1 --pages 0 --against fa3" \

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 
 from tilewise.explain.steps import DTYPES, INT32, Decode
 from tilewise.tile.quantize import quantize, row_scales
+from tilewise.tile.rotary import Rotary, rotate
 
 Tensor = torch.Tensor
 CHECKED = 256  # queries of a sequence whose results are held to fp64
@@ -27,6 +28,19 @@ def is_cold(of: Decode) -> bool:
     return 2 * copies_of(of) * of.kv_bytes >= COLD_BYTES
 
 
+class New(NamedTuple):
+    """The keys and values that a step appends, and the tables that rotate them."""
+
+    k: Tensor  # (batch, seqlen_q, nheads_k, headdim)
+    v: Tensor
+    rotary: Rotary
+    seqused_k: Tensor  # int32 (batch,): the keys before
+
+    def positions(self) -> Tensor:
+        """Where each new key is in its sequence, (batch, seqlen_q)."""
+        return self.seqused_k[:, None] + torch.arange(self.k.shape[1], device=self.k.device)
+
+
 class Cache(NamedTuple):
     """Keys and values of one step, and where they lie."""
 
@@ -36,13 +50,11 @@ class Cache(NamedTuple):
     page_table: Tensor | None = None  # int32 (batch, pages)
     k_descale: Tensor | None = None  # of 8 bits: (nheads_k,), or as k without headdim
     v_descale: Tensor | None = None
+    new: New | None = None
 
     def copy(self) -> Cache:
         """A copy in memory of its own, strides and all."""
-        table, k_scale, v_scale = (x if x is None else x.clone() for x in self[3:])
-        return Cache(
-            *(self.k.clone(), self.v.clone(), self.seqused_k.clone()), table, k_scale, v_scale
-        )
+        return Cache._make(x.clone() if isinstance(x, Tensor) else x for x in self)
 
 
 def make_queries(of: Decode, device: str) -> Tensor:
@@ -98,8 +110,34 @@ def paged(cache: Cache, page_size: int) -> Cache:
                 pool[places[whole], : room - whole * page_size] = row[whole * page_size :]
         return pool
 
-    scales = [x if x is None or x.dim() == 1 else pool_of(x) for x in cache[4:]]
-    return Cache(pool_of(cache.k), pool_of(cache.v), cache.seqused_k, table.to(INT32), *scales)
+    scales = {
+        name: x if x is None or x.dim() == 1 else pool_of(x)
+        for name, x in (("k_descale", cache.k_descale), ("v_descale", cache.v_descale))
+    }
+    pools = dict(k=pool_of(cache.k), v=pool_of(cache.v), page_table=table.to(INT32))
+    return cache._replace(**pools, **scales)
+
+
+def appending(cache: Cache, of: Decode) -> Cache:
+    """The cache without its last keys, which are new; a cache without pages of one length each."""
+    count, half = of.seqlen_q, of.headdim // 2
+    before = cache.seqused_k - count
+    rows = before.long()[:, None] + torch.arange(count, device=before.device)
+    batch = torch.arange(of.batch, device=before.device)[:, None]
+    frequencies = 10_000.0 ** -(torch.arange(half, device=before.device) / half)
+    angles = torch.arange(of.seqlen_k, device=before.device)[:, None] * frequencies
+    cos, sin = (table.to(cache.k.dtype) for table in (angles.cos(), angles.sin()))
+    new = New(cache.k[batch, rows], cache.v[batch, rows], Rotary(cos, sin, False), before.to(INT32))
+    return cache._replace(new=new)
+
+
+def appended(q: Tensor, cache: Cache) -> tuple[Tensor, Cache]:
+    """Rotated queries, and what a cache without pages holds when its new keys are in it."""
+    new = cast(New, cache.new)
+    k, positions = cache.k.clone(), new.positions()
+    rows = torch.arange(len(k), device=k.device)[:, None]
+    k[rows, positions] = rotate(new.k, new.rotary, positions=positions)
+    return rotate(q, new.rotary, positions=positions), cache._replace(k=k, new=None)
 
 
 def quantised(cache: Cache, kind: str) -> Cache:

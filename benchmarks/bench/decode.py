@@ -22,6 +22,8 @@ from tilewise.testing import tolerance
 from .bandwidth import bandwidth
 from .caches import (
     Cache,
+    appended,
+    appending,
     by_head,
     copies_of,
     is_cold,
@@ -101,7 +103,7 @@ class Stage:
         self.queries: dict[tuple[int, int], Tensor] = {}
         self.expected: dict[tuple[tuple[int, int], str], list[Truth]] = {}
         self.stored: dict[str, Cache] = {"": self.first}
-        self.caches: dict[tuple[str, int, bool], list[Cache]] = {}
+        self.caches: dict[tuple[str, int, bool, int], list[Cache]] = {}
 
     def without_pages(self, kind: str) -> Cache:
         """The cache, or what it is in 8 bits."""
@@ -111,9 +113,10 @@ class Stage:
 
     def cached(self, of: Decode, is_by_head: bool) -> list[Cache]:
         """The caches that a call rotates over."""
-        key = of.cache, of.page_size, is_by_head
+        key = of.cache, of.page_size, is_by_head, of.seqlen_q * of.appends
         if key not in self.caches:
             cache = self.without_pages(of.cache)
+            cache = appending(cache.copy(), of) if of.appends else cache  # which calls write to
             cache = paged(cache, of.page_size) if of.page_size else cache
             cache = by_head(cache) if is_by_head else cache
             self.caches[key] = [cache, *(cache.copy() for _ in range(self.copies - 1))]
@@ -126,7 +129,10 @@ class Stage:
             self.queries[counts] = make_queries(of, self.plan.device)
         q, key = self.queries[counts], (counts, of.cache)
         if key not in self.expected:
-            self.expected[key] = truth(of, q, self.without_pages(of.cache))
+            cache, seen = self.without_pages(of.cache), q
+            if of.appends:
+                seen, cache = appended(q, appending(cache, of))
+            self.expected[key] = truth(of, seen, cache)
         return q, self.expected[key]
 
 

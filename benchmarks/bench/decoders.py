@@ -21,7 +21,7 @@ from tilewise.explain.shapes import Shape
 from tilewise.explain.steps import Decode
 
 from . import peers
-from .caches import Cache, starts_of
+from .caches import Cache, New, starts_of
 from .peers import Absent
 from .providers import forced_backend, provider
 
@@ -54,8 +54,21 @@ def decoder(name: str) -> Decoder:
 
 
 def _ours(backend: str | None, of: Decode, device: str) -> Attend:
-    from tilewise import attention
+    from tilewise import attention, flash_attn_with_kvcache
 
+    if of.appends:
+        if backend is not None:
+            raise Absent("flash_attn_with_kvcache chooses its backend")
+        return lambda q, cache: flash_attn_with_kvcache(
+            q,
+            cache.k,
+            v_cache=cache.v,
+            **new_keys(cache),
+            cache_seqlens=cast(New, cache.new).seqused_k,
+            page_table=cache.page_table,
+            causal=True,
+            rotary_interleaved=False,
+        )
     starts = starts_of(of, device)
 
     def attend(q: Tensor, cache: Cache) -> Tensor:
@@ -111,6 +124,8 @@ def _sdpa(backend: SDPBackend | None) -> Callable[[Decode, str], Attend]:
 
 
 def _refuse_lengths(of: Decode) -> None:
+    if of.appends:
+        raise Absent("it appends and rotates nothing")
     if of.lengths or of.chunk >= 0:
         raise Absent("it takes no lengths: it would read a mask beside every key")
 
@@ -146,6 +161,14 @@ def _packed(of: Decode, device: str) -> dict[str, object]:
     return {} if starts is None else dict(cu_seqlens_q=starts, max_seqlen_q=max(of.queries))
 
 
+def new_keys(cache: Cache, k: str = "k", v: str = "v") -> dict[str, Tensor]:
+    """What is appended and the tables that rotate it, by a function's names."""
+    if cache.new is None:
+        return {}
+    cos, sin, _ = cache.new.rotary
+    return {k: cache.new.k, v: cache.new.v, "rotary_cos": cos, "rotary_sin": sin}
+
+
 def fa3_operator(operators, of: Decode, device: str = "cuda") -> Attend:
     """FA3's forward with a KV cache; it chooses the number of splits."""
     fwd = operators.fwd.default
@@ -155,14 +178,16 @@ def fa3_operator(operators, of: Decode, device: str = "cuda") -> Attend:
         is_causal=of.causal,
         num_splits=0,
         **_packed(of, device),
+        **({"is_rotary_interleaved": False} if of.appends else {}),
     )
     names = {argument.name for argument in fwd._schema.arguments}
     if missing := {"page_table", "seqused_k"} - names:
         raise Absent(f"its forward takes no {', '.join(sorted(missing))}")
 
     def attend(q: Tensor, cache: Cache) -> Tensor:
-        own = {**options, "seqused_k": cache.seqused_k, "page_table": cache.page_table}
-        return fwd(q, cache.k, cache.v, **own)[0]
+        lengths = cache.seqused_k if cache.new is None else cache.new.seqused_k
+        own = {**options, "seqused_k": lengths, "page_table": cache.page_table}
+        return fwd(q, cache.k, cache.v, **own, **new_keys(cache, "k_new", "v_new"))[0]
 
     return attend
 
@@ -171,12 +196,18 @@ def fa3_function(function: Callable, of: Decode, device: str = "cuda") -> Attend
     """The package's `flash_attn_with_kvcache`."""
     known = inspect.signature(function).parameters
     options = peers.keywords(
-        known, softmax_scale=of.headdim**-0.5, causal=of.causal, num_splits=0, **_packed(of, device)
+        known,
+        softmax_scale=of.headdim**-0.5,
+        causal=of.causal,
+        num_splits=0,
+        **_packed(of, device),
+        **({"rotary_interleaved": False} if of.appends else {}),
     )
 
     def attend(q: Tensor, cache: Cache) -> Tensor:
-        where = dict(cache_seqlens=cache.seqused_k, page_table=cache.page_table)
-        return function(q, cache.k, cache.v, **where, **options)
+        lengths = cache.seqused_k if cache.new is None else cache.new.seqused_k
+        where = dict(cache_seqlens=lengths, page_table=cache.page_table)
+        return function(q, cache.k, cache.v, **new_keys(cache), **where, **options)
 
     return attend
 

@@ -58,6 +58,12 @@ def _caches() -> tuple[str, ...]:
     type=OneInt(),
     help="Prompt queries in the last sequence; times the mixed batch and both parts alone.",
 )
+@click.option(
+    "--append",
+    "appends",
+    is_flag=True,
+    help="The call also appends its queries' keys and rotates both (RoPE).",
+)
 @click.option("--split-size", type=OneInt(), help="tilewise's split size.  [default: none]")
 @click.option(
     "--cache",
@@ -98,7 +104,8 @@ def _caches() -> tuple[str, ...]:
 )
 @run_options
 def decode(
-    quick, device, ours, against, lengths, pages, queries, chunk, split_size, caches, as_json,
+    quick, device, ours, against, lengths, pages, queries, chunk, appends, split_size, caches,
+    as_json,
     **options,
 ) -> None:  # fmt: skip
     """Time a decoding step: the last queries of each sequence, with its KV cache.
@@ -126,9 +133,14 @@ def decode(
     chosen = [_decoder(name) for name in dict.fromkeys((ours, *against))]
     try:
         counts = counts_of(queries, chunk)
-        cases = cases_of(asked, lengths, pages, counts, caches, split_size or 0)
+        cases = cases_of(
+            asked, lengths, pages=pages, counts=counts, caches=caches,
+            split_size=split_size or 0, appends=appends,
+        )  # fmt: skip
     except ValueError as error:
-        raise click.UsageError(f"--queries, --chunk, --cache, --dtype: {error}") from error
+        raise click.UsageError(
+            f"--queries, --chunk, --append, --cache, --dtype: {error}"
+        ) from error
     done = run_decode(cases, chosen, device=device, show=show_with(as_json), **options)
     outcomes = [outcome for each in done for outcome in each]
     conclude(outcomes, summary(done), as_json, [chosen[0].name])
@@ -141,7 +153,9 @@ def counts_of(queries, chunk: int | None) -> list[tuple[int, int]]:
     return [(0, chunk), *(pair for number in queries for pair in ((number, 0), (number, chunk)))]
 
 
-def cases_of(asked: dict, lengths, pages, counts, caches, split_size: int = 0) -> list[list]:
+def cases_of(
+    asked: dict, lengths, pages, counts, caches, split_size: int = 0, appends: bool = False
+) -> list[list]:
     """The steps that are timed together: a list for each batch and head."""
     from tilewise.explain.steps import decode
 
@@ -161,6 +175,7 @@ def cases_of(asked: dict, lengths, pages, counts, caches, split_size: int = 0) -
                 cache=kind,
                 chunk=chunk,
                 split_size=split_size,
+                appends=appends,
             )
             for kind in kinds
             for number, chunk in counts

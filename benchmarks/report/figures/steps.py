@@ -29,6 +29,7 @@ def words_of(of: Decode) -> frozenset[str]:
     words += [of.lengths] if of.lengths else []
     words += [f"chunk{length(of.chunk)}"] if of.chunk >= 0 else []
     words += [f"split{length(of.split_size)}"] if of.split_size else []
+    words += ["append"] if of.appends else []
     return frozenset(words)
 
 

@@ -22,7 +22,8 @@ class Decode(NamedTuple):
     `page_size` 0 is a cache without pages. `lengths` are those of a ragged batch; its seqlen_k is
     the longest. `cache` is "" for keys and values of `dtype`; else it is one of KINDS, of 8 bits.
     `chunk` is how many queries the last sequence has, of a prompt that comes in chunks; -1: as many
-    as the others. With one, queries are packed.
+    as the others. With one, queries are packed. A step that `appends` is passed the keys and values
+    of its queries, rotates those keys and its queries, and writes them into the cache first.
     """
 
     direction: str  # "decode"
@@ -40,6 +41,7 @@ class Decode(NamedTuple):
     cache: str = ""
     chunk: int = -1
     split_size: int = 0  # of ours; 0: none is asked for
+    appends: bool = False
 
     @property
     def queries(self) -> tuple[int, ...]:
@@ -81,7 +83,8 @@ class Decode(NamedTuple):
 
     def __str__(self) -> str:
         heads = f"{self.nheads}" + (f":{self.nheads_k}" if self.nheads_k != self.nheads else "")
-        return f"decode {self.sizes} H{heads} D{self.headdim} {self.dtype}"
+        name = "append and decode" if self.appends else "decode"
+        return f"{name} {self.sizes} H{heads} D{self.headdim} {self.dtype}"
 
     @property
     def pages(self) -> str:
@@ -102,6 +105,7 @@ def decode(
     cache: str = "",
     chunk: int = -1,
     split_size: int = 0,
+    appends: bool = False,
 ) -> Decode:
     """One step; `heads` are nheads, nheads_k, headdim. `lengths` replace batch and seqlen_k."""
     if lengths:
@@ -124,6 +128,7 @@ def decode(
         cache=cache,
         chunk=chunk,
         split_size=split_size,
+        appends=appends,
     )
     if cache and cache not in KINDS:
         raise ValueError(f"cache {cache!r} is none of {', '.join(KINDS)}")
@@ -132,4 +137,6 @@ def decode(
             raise ValueError(f"{count} queries are more than a sequence of {keys}")
     if not sum(step.queries):
         raise ValueError("no sequence has a query")
+    if appends and (cache or chunk >= 0):
+        raise ValueError("a step that appends has a cache of its queries' dtype and no chunk")
     return step

@@ -71,6 +71,25 @@ def test_a_chunk_beside_decodes():
         decode(1, 40, HEADS, chunk=0)
 
 
+def test_an_append_is_timed_with_its_step(monkeypatch):
+    """Keys that the call writes and rotates; what writes none is wrong, and torch has no such."""
+    cases = [steps(appends=True, lengths="40,7")]
+    (right,) = run_decode(cases, [decoder("tilewise"), decoder("sdpa")], **QUICK)
+    timed = [outcome for outcome in right if outcome.provider == "tilewise"]
+    assert len(timed) == 4 and all(outcome.row is not None for outcome in timed)
+    refused = {outcome.refused for outcome in right if outcome.provider == "sdpa"}
+    assert refused == {"it appends and rotates nothing"}
+
+    def forgetful(of, device):
+        attend = decoders.decoder("tilewise").prepare(of._replace(appends=False), device)
+        return lambda q, cache: attend(q, cache._replace(new=None))
+
+    (wrong,) = run_decode(cases, [Decoder("forgetful", forgetful)], **QUICK)
+    assert all(outcome.wrong for outcome in wrong)
+    with pytest.raises(ValueError, match="a step that appends"):
+        decode(2, 40, HEADS, cache="e4m3", appends=True)
+
+
 def test_a_chunk_and_decodes_are_timed_apart_and_in_one_call(monkeypatch):
     """Each held to fp64, of long chunks the last queries; torch's own take no packed queries."""
     monkeypatch.setattr("benchmarks.bench.caches.CHECKED", 7)
