@@ -98,9 +98,12 @@ def pair(make):
 def counted(monkeypatch):
     """The calls that reach tilewise."""
     calls, attend = [], integration.attend
-    monkeypatch.setattr(
-        integration, "attend", lambda *args: calls.append(args) or attend(*args), raising=True
-    )
+
+    def attend_counted(*args, **kwargs):
+        calls.append(args)
+        return attend(*args, **kwargs)
+
+    monkeypatch.setattr(integration, "attend", attend_counted)
     return calls
 
 

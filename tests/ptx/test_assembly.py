@@ -10,7 +10,7 @@ from helpers.tiers import sample
 
 from ptx import assemble, execute
 from tilewise.kernels.common import device_words
-from tilewise.kernels.hopper import assembly, bias, hide, rescale, row_max
+from tilewise.kernels.hopper import assembly, bias, dependents, hide, rescale, row_max
 from tilewise.kernels.hopper.bwd import dropout as bwd_dropout
 from tilewise.kernels.hopper.bwd import dropout_bits
 from tilewise.kernels.hopper.decode import eight_bits
@@ -355,6 +355,10 @@ def test_no_assembly_is_left_out():
         tested |= {text_of(bwd_dropout.conversion(kind, *x)) for x in flags}
     tested |= {"tanh.approx.f32 $0, $1;", text_of(bias.WIDEN), fp8_operand.EXPONENTIALS.value}
     tested |= {transpose.AWAIT, transpose.FENCE}
+    tested |= {
+        dependents.START.value,
+        dependents.WAIT.value,
+    }  # between launches: they compute nothing
     tested |= {runs.AWAIT, dropout_bits._AT_LEAST, text_of(bwd_dropout.selection())}
     known = (
         assembly.ASM

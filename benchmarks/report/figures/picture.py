@@ -103,6 +103,7 @@ def decoding(evidence: Evidence) -> str:
         ("fa3", "1 query"),
         ("fa3", "2 to 8"),
         ("fa3", "chunk"),
+        ("fa3", "append"),
         ("sdpa", "1 query"),
     ):
         for colour, card in zip(COLOURS, _cards(evidence)):
@@ -126,6 +127,8 @@ def _short(peer: str) -> str:
 def _kind(of: Decode) -> str:
     """Which line a step is in; a mixed step is a chunk's."""
     queries = max(of.seqlen_q, of.chunk)
+    if of.appends:
+        return "append"
     return "1 query" if queries == 1 else "2 to 8" if queries <= 8 else "chunk"
 
 
