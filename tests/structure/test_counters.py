@@ -24,9 +24,9 @@ AT_MOST = {
     "dispatchers": 1,
     "check files": 6,
     # Plain English
-    "calls with *x per 1,000 lines": 9.49,
-    "calls with a tuple's *": 18,
-    "vague locals": 249,
+    "calls with *x per 1,000 lines": 9.43,
+    "calls with a tuple's *": 17,
+    "vague locals": 225,
     "docstrings without a subject": 0,
     "files over 300 lines": 23,
     "functions over 120 lines": 1,

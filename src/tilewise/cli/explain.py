@@ -120,27 +120,27 @@ def explain(
 
             page = importlib.import_module(f"{__package__}.explain_fp8")
             options.pop("deterministic")
-            found = explain_fp8(shape_of(**options), target, card, backend)
+            explanation = explain_fp8(shape_of(**options), target, card, backend)
         elif has_cache:
             from ..explain.cache import explain_cache
             from . import explain_cache as page
 
             of = page.step_of(options, page_size, FEATURES)
-            found = explain_cache(of, target, card, split_size, backend, with_compiler)
+            explanation = explain_cache(of, target, card, split_size, backend, with_compiler)
         else:
             from ..explain.dense import explain as explained
 
             page, deterministic = sys.modules[__name__], options.pop("deterministic")
             shape = shape_of(**options)
-            found = explained(shape, target, card, backend, deterministic, with_compiler)
+            explanation = explained(shape, target, card, backend, deterministic, with_compiler)
     if as_json:
-        click.echo(json.dumps(page.as_record(found), indent=1))
+        click.echo(json.dumps(page.as_record(explanation), indent=1))
     else:
-        page.show(console(), found)
-    if not found.backend:
+        page.show(console(), explanation)
+    if not explanation.backend:
         raise SystemExit(Exit.FAILED)
     if png:
-        roofline(png, *page.picture_of(found))
+        roofline(png, *page.picture_of(explanation))
 
 
 @contextlib.contextmanager

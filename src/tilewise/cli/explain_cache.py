@@ -34,7 +34,9 @@ def step_of(options: dict, page_size: int | None, features: tuple[str, ...]):
         raise click.UsageError("--heads is a multiple of --kv-heads")
     try:
         return decode(
-            *(options["batch"], options["seqlen_k"] or 8192, heads),
+            options["batch"],
+            options["seqlen_k"] or 8192,
+            heads=heads,
             lengths=options["lengths"] or "",
             queries=options["seqlen"] or 1,
             page_size=page_size or 0,

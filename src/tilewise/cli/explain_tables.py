@@ -32,9 +32,9 @@ def launch_column(one) -> list[str]:
 
 
 LAUNCH = (
-    *("tile", "slots for tiles in flight", "warps", "registers a thread", "spilled"),
-    *("shared memory", "programs on an SM", "tiles", "programs", "waves", "busy"),
-)
+    "tile, slots for tiles in flight, warps, registers a thread, spilled, shared memory, "
+    "programs on an SM, tiles, programs, waves, busy"
+).split(", ")
 
 
 def plain(value: float) -> str:
@@ -103,10 +103,10 @@ def common_record(found, of) -> dict:
 
 def launches_record(launches) -> list[dict]:
     """Launches as JSON takes them."""
-    found = []
+    records = []
     for one in launches:
         built = one.built.record if one.built else None
         named = {name: x for name, x in one.launch._asdict().items() if name != "build"}
         spread = dict(at_once=one.at_once, waves=one.waves, tail=one.tail)
-        found.append({**named, "built": built, "failed": one.failed, **spread})
-    return found
+        records.append({**named, "built": built, "failed": one.failed, **spread})
+    return records

@@ -31,7 +31,7 @@ def problems(dtype: torch.dtype) -> dict[str, Problem]:
     mask = Mods(mask=mods.causal().key)
     blocks = mask._replace(block=(128, 128))
     halved = mods.score(lambda score, b, h, q_idx, kv_idx: score / 2)
-    asked = {
+    changes = {
         "causal": dict(has_right=True),
         "window": dict(has_left=True, has_right=True),
         "softcap": dict(has_softcap=True),
@@ -57,7 +57,7 @@ def problems(dtype: torch.dtype) -> dict[str, Problem]:
         "headdim 513": dict(headdim=513, headdim_v=513),
         "headdim_v other than headdim": dict(headdim=192, headdim_v=128),
     }
-    return {"plain": plain} | {name: plain._replace(**fields) for name, fields in asked.items()}
+    return {"plain": plain} | {name: plain._replace(**fields) for name, fields in changes.items()}
 
 
 def served(device: str, dtype: torch.dtype) -> list[Served]:
@@ -68,11 +68,11 @@ def served(device: str, dtype: torch.dtype) -> list[Served]:
 
     from .. import dispatch
 
-    asked, on = problems(dtype), torch.device(device)
-    usable = [name for name in dispatch.BACKENDS if dispatch.ask(name, asked["plain"], on) is None]
-    found = []
-    for feature, problem in asked.items():
+    cases, on = problems(dtype), torch.device(device)
+    usable = [name for name in dispatch.BACKENDS if dispatch.ask(name, cases["plain"], on) is None]
+    rows = []
+    for feature, problem in cases.items():
         answers = {name: dispatch.ask(name, problem, on) for name in usable}
         refusals = {name: str(reason) for name, reason in answers.items() if reason is not None}
-        found.append(Served(feature, [x for x in usable if x not in refusals], refusals))
-    return found
+        rows.append(Served(feature, [x for x in usable if x not in refusals], refusals))
+    return rows

@@ -172,21 +172,21 @@ def tuning_table(measured: Path) -> str:
     from ..tuning.select import architecture, user_table
 
     device = torch.device("cuda")
-    own, arch = len(user_table(device)), architecture(device)
+    tuned, arch = len(user_table(device)), architecture(device)
     shipped = sum(key.arch == arch for key in TABLE)
-    return f"{own} rows tuned on this GPU, {shipped} shipped for {arch}, else the default rule"
+    return f"{tuned} rows tuned on this GPU, {shipped} shipped for {arch}, else the default rule"
 
 
 def integrations() -> list[Line]:
     """Libraries that can call tilewise, and the call that tells them."""
     lines = [of_torch()]
-    for package, then in REGISTERED.items():
+    for package, next_step in REGISTERED.items():
         try:
             version = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             lines.append(Line("integrations", package, "", "not installed"))
             continue
-        call = f"call tilewise.integrations.{package}.register(), then {then}"
+        call = f"call tilewise.integrations.{package}.register(), then {next_step}"
         lines.append(Line("integrations", package, OK, f"{version}: {registered(package)}", call))
     return lines
 

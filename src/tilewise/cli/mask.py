@@ -52,8 +52,8 @@ def mask(
             raise click.UsageError(f"{name} takes one number, or two for queries and keys")
     seqlen_q, seqlen_k = seqlen[0], seqlen[-1]
     try:
-        made = parse(expression, max(seqlen_q, seqlen_k))
-        blocks = create_block_mask(made, 1, 1, seqlen_q, seqlen_k, block=(block[0], block[-1]))
+        mask = parse(expression, max(seqlen_q, seqlen_k))
+        blocks = create_block_mask(mask, 1, 1, seqlen_q, seqlen_k, block=(block[0], block[-1]))
     except ArgumentError as error:
         raise click.UsageError(str(error)) from error
     kinds = blocks.kinds()[0, 0]
@@ -165,19 +165,19 @@ def drawn(picture: Picture) -> Text:
 def as_svg(picture: Picture, said: list[str], counts: list[int]) -> str:
     """A picture of its own, with a title and a description for those who cannot see it."""
     height, width = len(picture.cells), len(picture.cells[0])
-    side = max(2, SVG_SIDE // max(height, width))
-    gap = 1 if side > 4 else 0
+    pixels = max(2, SVG_SIDE // max(height, width))  # of a tile's side
+    gap = 1 if pixels > 4 else 0
     paths = []
     for kind, colour in enumerate(COLOURS):
         tiles = "".join(
-            f"M{x * side} {y * side}h{side - gap}v{side - gap}h{gap - side}z"
+            f"M{x * pixels} {y * pixels}h{pixels - gap}v{pixels - gap}h{gap - pixels}z"
             for y, row in enumerate(picture.cells)
-            for x, found in enumerate(row)
-            if found == kind
+            for x, tile_kind in enumerate(row)
+            if tile_kind == kind
         )
         if tiles:
             paths.append(f'<path class="{KINDS[kind]}" fill="{colour}" d="{tiles}"/>')
-    foot, wide = height * side + 12, max(width * side, 360)
+    foot, wide = height * pixels + 12, max(width * pixels, 360)
     legend = [
         f'<rect x="{i * 120}" y="{foot}" width="12" height="12" fill="{COLOURS[kind]}"/>'
         f'<text x="{i * 120 + 18}" y="{foot + 11}">{KINDS[kind]} {counts[kind]}</text>'

@@ -120,11 +120,11 @@ class NameList(click.ParamType):
         if isinstance(value, tuple):
             return value
         parts = tuple(part.strip() for part in value.split(",") if part.strip())
-        known = self.known() if self.known else parts
-        if unknown := [part for part in parts if part not in known]:
-            self.fail(f"{unknown[0]!r} is none of {', '.join(known)}", param, ctx)
+        allowed = self.known() if self.known else parts
+        if unknown := [part for part in parts if part not in allowed]:
+            self.fail(f"{unknown[0]!r} is none of {', '.join(allowed)}", param, ctx)
         if not parts and not self.may_be_empty:
-            self.fail(f"there is none of {', '.join(known)}", param, ctx)
+            self.fail(f"there is none of {', '.join(allowed)}", param, ctx)
         if self.each:
             for part in parts:
                 self.each.convert(part, param, ctx)

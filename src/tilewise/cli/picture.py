@@ -45,8 +45,8 @@ def roofline(path: str, title: str, roof: Any, points: Mapping[str, float]) -> N
     high = max([roof.ridge, *points.values()]) * 8
     area.plot([low, roof.ridge, high], [low * roof.bandwidth, roof.tflops, roof.tflops], "k-")
     area.axvline(roof.ridge, color="grey", linestyle=":", label=f"ridge, {roof.ridge:.0f}")
-    for (name, at), (marker, _) in zip(points.items(), STYLES * len(points)):
-        area.plot([at], [roof.most(at)], marker=marker, linestyle="none", label=f"{name}, {at:.0f}")
+    for (name, x), (marker, _) in zip(points.items(), STYLES * len(points)):
+        area.plot([x], [roof.most(x)], marker=marker, linestyle="none", label=f"{name}, {x:.0f}")
     save(path, area)
 
 

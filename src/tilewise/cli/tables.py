@@ -36,8 +36,8 @@ class Breaking(Text):
 
     def wrap(self, console: Console, width: int, **options: Any) -> Lines:
         """The lines, as rich asks for them."""
-        words = re.sub(rf"\S{{{width + 1},}}", lambda word: _broken(word[0], width), self.plain)
-        return Text(words, self.style).wrap(console, width, **options)
+        text = re.sub(rf"\S{{{width + 1},}}", lambda word: _broken(word[0], width), self.plain)
+        return Text(text, self.style).wrap(console, width, **options)
 
 
 def _broken(word: str, width: int) -> str:
@@ -56,7 +56,7 @@ def table(
 ) -> Table:
     """A light table; the columns in `numbers` are aligned to the right and never folded."""
     numbers = set(numbers)
-    made = Table(
+    light_table = Table(
         box=box.SIMPLE_HEAD,
         pad_edge=False,
         padding=(0, 1),
@@ -65,12 +65,12 @@ def table(
     )
     for column in columns:
         if column in numbers:
-            made.add_column(column, justify="right", no_wrap=True)
+            light_table.add_column(column, justify="right", no_wrap=True)
         else:
-            made.add_column(column, overflow="fold")
+            light_table.add_column(column, overflow="fold")
     for row in rows:
-        made.add_row(*(_cell(value) for value in row))
-    return made
+        light_table.add_row(*(_cell(value) for value in row))
+    return light_table
 
 
 def error(value: float | None) -> str:

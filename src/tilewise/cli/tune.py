@@ -39,18 +39,18 @@ def tune(headdim: tuple[int, ...], dtype: str, seqlen: int, dry_run: bool, as_js
     calls = list(itertools.product(headdim, (False, True)))
     common = dict(dtype=getattr(torch, DTYPES[dtype]), seqlen=seqlen)
     screen = console(as_json)
-    found = [
+    rows = [
         row
         for width, is_causal in track(calls, "measuring", console=screen, disable=as_json)
         for row in sweep(device, headdim=width, is_causal=is_causal, **common)
     ]
     if as_json:
-        for row in found:
+        for row in rows:
             click.echo(json.dumps({**row._asdict(), "key": row.key._asdict()}))
     else:
-        screen.print(_table(found))
+        screen.print(_table(rows))
     try:
-        path = None if dry_run else add_measured(device, {row.key: row.config for row in found})
+        path = None if dry_run else add_measured(device, {row.key: row.config for row in rows})
     except OSError as error:
         click.echo(
             f"tilewise tune: nothing was kept, {error}; let TILEWISE_CACHE name a folder that can "
@@ -58,14 +58,14 @@ def tune(headdim: tuple[int, ...], dtype: str, seqlen: int, dry_run: bool, as_js
             err=True,
         )
         raise SystemExit(Exit.FAILED) from error
-    faster = sum(row.ms < 0.98 * row.ms_before for row in found)
-    kept = "nothing was kept" if path is None else f"kept in {path}"
-    screen.print(f"{faster} of {len(found)} kernels got over 2 % faster; {kept}.")
+    faster = sum(row.ms < 0.98 * row.ms_before for row in rows)
+    place = "nothing was kept" if path is None else f"kept in {path}"
+    screen.print(f"{faster} of {len(rows)} kernels got over 2 % faster; {place}.")
 
 
-def _table(found: list) -> Table:
+def _table(rows: list) -> Table:
     columns = ("kernel", "head dim", "mask", "M x N, warps, stages", "ms", "before")
-    return table(columns, map(_cells, found), numbers=columns[4:])
+    return table(columns, map(_cells, rows), numbers=columns[4:])
 
 
 def _cells(row) -> tuple:

@@ -128,11 +128,11 @@ def matches(expression: str, name: str) -> bool:
     """Whether a case is named: words are parts of its name, joined by and, or, not, ( and ).
     ValueError where they are joined otherwise.
     """
-    words = re.findall(r"[()]|[^\s()]+", expression)
-    if not words:
+    tokens = re.findall(r"[()]|[^\s()]+", expression)
+    if not tokens:
         return True
     operators = {"and", "or", "not", "(", ")"}
-    python = " ".join(word if word in operators else str(word in name) for word in words)
+    python = " ".join(token if token in operators else str(token in name) for token in tokens)
     try:
         return _holds(ast.parse(python, mode="eval").body)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as fault:
@@ -224,20 +224,20 @@ def sdpa_error(case, tensor: str, device: str, dtype) -> float | None:
         return out.transpose(1, 2) if swap else out
 
     def exact(q, k, v):
-        asked = {name: getattr(case.features, name) for name in ("causal", "scale", "layout")}
-        return attention_reference(q, k, v, **asked)
+        options = {name: getattr(case.features, name) for name in ("causal", "scale", "layout")}
+        return attention_reference(q, k, v, **options)
 
-    def tensor_of(function, *given):
-        *leaves, dout = given
+    def tensor_of(function, *leaves_and_dout):
+        *leaves, dout = leaves_and_dout
         leaves = [x.detach().requires_grad_() for x in leaves]
         out = function(*leaves)
         if tensor == "out":
             return out.detach()
         return torch.autograd.grad(out, leaves["qkv".index(tensor[1])], dout)[0]
 
-    given = (inputs.q, inputs.k, inputs.v, inputs.dout)
-    oracle = tensor_of(exact, *(x.double() for x in given))
-    return (tensor_of(attend, *given).double() - oracle).abs().max().item()
+    tensors = (inputs.q, inputs.k, inputs.v, inputs.dout)
+    oracle = tensor_of(exact, *(x.double() for x in tensors))
+    return (tensor_of(attend, *tensors).double() - oracle).abs().max().item()
 
 
 def torch_can(case, tensor: str) -> bool:
@@ -285,9 +285,9 @@ def show(screen, checks: list[Check]) -> None:
 def list_by_reason(screen, what: str, reasons: dict[Check, str]) -> None:
     """Each reason once, with some of its cases."""
     for reason in dict.fromkeys(reasons.values()):
-        names = [f"{c.case} {NAMES[c.dtype]}" for c, given in reasons.items() if given == reason]
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        screen.print(f"{what}: {', '.join(names[:3])}{more}: {reason}")
+        names = [f"{c.case} {NAMES[c.dtype]}" for c, x in reasons.items() if x == reason]
+        omitted = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        screen.print(f"{what}: {', '.join(names[:3])}{omitted}: {reason}")
 
 
 def summary(checks: list[Check]) -> str:

@@ -19,10 +19,7 @@ WINDOW = 1024  # keys that a query of `window` sees, its own among them
 DROPOUT_P = 0.1
 RNG = (1 << 40, 3)  # seed and offset of dropout: which pairs are kept is the same in every call
 BIASES = ("bias", "learned-bias")  # (1, nheads, seqlen, seqlen); the second wants its gradient
-NAMES = (
-    *("window", "prefix", "causal", "documents", "causal-documents"),
-    *("score", "dropout", *BIASES),
-)
+NAMES = *"window prefix causal documents causal-documents score dropout".split(), *BIASES
 
 
 def pairs_of(modifier: str, seqlen: int) -> int:
