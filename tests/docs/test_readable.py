@@ -10,6 +10,9 @@ ROOT = Path(__file__).resolve().parents[2]
 READMES = "README.md", "README.zh-CN.md"
 FENCE = re.compile(r"^(`{3,}|:{3,})\{([\w-]+)\}(.*?)^\1\s*$", re.MULTILINE | re.DOTALL)
 SHOWN = re.compile(r"^<!-- `(\w+)` of (\S+) -->\n+```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+INCLUDED = re.compile(
+    r"^`{3,}\{(literalinclude|include)\}(.*?)\n(.*?)^`{3,}", re.MULTILINE | re.DOTALL
+)
 ELSEWHERE = ("http://", "https://", "#")
 
 
@@ -58,3 +61,25 @@ def test_code_that_a_page_shows_is_that_of_its_file(page):
             if isinstance(node, ast.FunctionDef) and node.name == name
         )
         assert ast.get_source_segment(source, function) == code.rstrip("\n")
+
+
+def test_what_a_page_includes_is_in_its_file():
+    """A function that is renamed takes its page along."""
+    missing = []
+    for page in (ROOT / "docs").rglob("*.md"):
+        if "_build" in page.parts:
+            continue
+        for directive, path, body in INCLUDED.findall(page.read_text("utf-8")):
+            file = page.parent / path.strip()
+            if not file.exists():
+                missing.append((page.name, directive, path))
+                continue
+            names = re.findall(r":pyobject: (\S+)", body)
+            missing += [(page.name, x, path) for x in names if x not in defined_in(file)]
+    assert not missing
+
+
+def defined_in(path: Path) -> set[str]:
+    """The functions and classes of a module."""
+    nodes = ast.parse(path.read_text("utf-8")).body
+    return {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
