@@ -54,7 +54,7 @@ def compiled(headdim, heads=2, causal=False, left=-1, softcap=0.0, alibi=False, 
     args = forward.arguments(plan, (q, k, k, out), lse, extras, words, 10**12)
     # A later launch has addresses where this one has tensors
     pattern = forward.pattern(args, extras)
-    filled = pattern.filled([1, 2, 3, 4, 5 if alibi else 0, 6 if sinks else 0])
+    filled = pattern([1, 2, 3, 4, 5 if alibi else 0, 6 if sinks else 0])
     assert filled[0] == 1 and filled[1] == args.queue._replace(counter=2)
     runs = args.optionals.runs._replace(table=3, words=4)
     asked = dict(alibi_slopes=5 if alibi else None, sinks=6 if sinks else None, runs=runs)

@@ -240,6 +240,6 @@ def test_a_relaunch_has_a_place_for_each_scale(page_size):
     row = q, *others, out, lse, *plan.args[launch.OUTPUT].partials, *plan.args[launch.COUNTERS]
     pattern = pattern_of((plan.args[0], *plan.args[3:]), row)
     assert pattern is not None
-    filled = pattern.filled(list(range(100, 100 + len(row))))
+    filled = pattern(list(range(100, 100 + len(row))))
     first = 100 + len(row) - 7 - 2
     assert (filled[-1][0], filled[-1][4]) == (first, first + 1)

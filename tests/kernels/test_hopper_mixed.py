@@ -178,9 +178,7 @@ def test_addresses_are_in_the_places_of_their_arguments():
         class described:
             at = staticmethod(lambda which, address: [address])
 
-        class args:
-            filled = staticmethod(lambda row: seen.append(row) or ())
-
+        args = staticmethod(lambda row: seen.append(row) or ())
         kernel = staticmethod(lambda *args: None)
 
     cached = check_cached(

@@ -266,7 +266,7 @@ def test_patterns_keep_no_tensor():
     pattern = pattern_of(args, (y, None, x))
     for addresses in ([48, 0, 32], [48, 0, 32], [16, 0, 64]):
         a, _, b = addresses
-        assert pattern.filled(addresses) == (1, (b, (2, None), 0), "constant", ((a,), b))
+        assert pattern(addresses) == (1, (b, (2, None), 0), "constant", ((a,), b))
     assert pattern_of(args, (x,)) is None
     one, other = distinct_views((x, x))
     assert one is not other and one.data_ptr() == other.data_ptr()

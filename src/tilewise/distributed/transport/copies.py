@@ -82,7 +82,7 @@ def rows_between(
         first=source.start,
         pitch=pitch,
         target=target.tensor,
-        at=target.start,
+        start=target.start,
         step=step,
         rows=rows,
         width=width,
@@ -192,7 +192,7 @@ def copy_one_by_one(table: Table, sources: Sequence[Tensor], targets: Sequence[T
     """Makes the copies of a table by torch."""
     for x in table.copies:
         rows = bytes_at(sources[x.source], x.first, pitch=x.pitch, rows=x.rows, width=x.width)
-        target = bytes_at(targets[x.target], x.at, pitch=x.step, rows=x.rows, width=x.width)
+        target = bytes_at(targets[x.target], x.start, pitch=x.step, rows=x.rows, width=x.width)
         target.copy_(rows)
 
 

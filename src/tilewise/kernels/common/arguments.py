@@ -110,12 +110,12 @@ def numbers_of(scalars: Scalars, q: Tensor, k: Tensor) -> Numbers:
 
 def optionals_of(extras: Extras, mods: Mods = NO_MODS) -> Optionals:
     """The optional tensors as kernels take them."""
-    slopes, *rest = [contiguous_of(x) for x in extras[:BIAS]]
+    slopes, *sinks_and_lengths = [contiguous_of(x) for x in extras[:BIAS]]
     per_batch = slopes is not None and slopes.dim() == 2
     alibi_batch = slopes.stride(0) if per_batch else 0
     bias, dropout_rng, captured = extras[BIAS:]
     if bias is None and dropout_rng is None and not captured and mods == NO_MODS:
-        return Optionals(slopes, alibi_batch, *rest)
+        return Optionals(slopes, alibi_batch, *sinks_and_lengths)
     from ...mods.codegen import captured_of
 
     parts = take_apart(mods, captured)
@@ -125,7 +125,7 @@ def optionals_of(extras: Extras, mods: Mods = NO_MODS) -> Optionals:
         captured_of(parts.score) or 0,
         *lists_of(parts),
     )
-    return Optionals(slopes, alibi_batch, *rest, contiguous_of(dropout_rng), modifiers)
+    return Optionals(slopes, alibi_batch, *sinks_and_lengths, contiguous_of(dropout_rng), modifiers)
 
 
 def contiguous_of(x: Tensor | None) -> Tensor | None:
@@ -146,7 +146,7 @@ def lists_of(parts: Parts) -> tuple[Lists | int, Lists | int]:
     if parts.partial is None:
         return 0, 0
     blocks = [lists.counts.shape[2] for lists in parts.partial[::-1]]
-    return tuple(_lists(*both) for both in zip(parts.partial, parts.full, blocks))
+    return tuple(_lists(*lists) for lists in zip(parts.partial, parts.full, blocks))
 
 
 def _lists(partial: BlockLists, full: BlockLists, blocks: int) -> Lists:

@@ -36,9 +36,9 @@ def sharing_of(dbias, q, k, tile) -> tuple[Sharing, int]:
         triton.cdiv(k.shape[1], tile.BLOCK_N),
     )
     of_scores = q.shape[0], q.shape[2], m_blocks, n_blocks
-    own = [1 if n == 1 else tiles for n, tiles in zip(dbias.shape, of_scores)]
-    sharing = Sharing(*own[1:], *(tiles // n for n, tiles in zip(own, of_scores)))
-    return sharing, math.prod(own)
+    of_bias = [1 if n == 1 else tiles for n, tiles in zip(dbias.shape, of_scores)]
+    sharing = Sharing(*of_bias[1:], *(tiles // n for n, tiles in zip(of_bias, of_scores)))
+    return sharing, math.prod(of_bias)
 
 
 @triton.jit

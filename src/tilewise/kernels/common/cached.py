@@ -55,9 +55,9 @@ class Cached(NamedTuple):
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         """All tensors but those that the mask captured, in the order of a relaunch."""
-        extras = self.extras
-        read = self.q, self.k, self.v, self.page_table, extras.seqused_k, extras.cu_seqlens_q
-        return *read, extras.alibi_slopes, extras.sinks, self.k_descale, self.v_descale
+        x = self.extras
+        of_extras = x.seqused_k, x.cu_seqlens_q, x.alibi_slopes, x.sinks
+        return self.q, self.k, self.v, self.page_table, *of_extras, self.k_descale, self.v_descale
 
     def resolved(self) -> Cached:
         """A copy without lazily negated tensors; a compiler's operators resolve their own."""

@@ -106,13 +106,13 @@ class DecodeStep:
             row.append(lse.data_ptr())
             if self.starts:
                 states = empty(*self.of_states)
-                at = states.data_ptr()
+                base = states.data_ptr()
         else:
             states = empty(*self.of_both)
-            at = states.data_ptr()
-            row.append(at + self.lse_start)
+            base = states.data_ptr()
+            row.append(base + self.lse_start)
         for start in self.starts:
-            row.append(at + start)
+            row.append(base + start)
         self.launch(torch._C._cuda_getCurrentRawStream(index), row)
         return out, lse
 

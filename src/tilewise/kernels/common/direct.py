@@ -28,8 +28,8 @@ class Direct:
         scratch = (None, None)
         before = (compiled.function, run.launch_cooperative_grid, run.launch_pdl)
         if packs:
-            known = (run.arg_annotations, run.kernel_signature)
-            self._before = (*before, compiled.packed_metadata, *hooks, *scratch, *known)
+            signature = (run.arg_annotations, run.kernel_signature)
+            self._before = (*before, compiled.packed_metadata, *hooks, *scratch, *signature)
         else:
             self._before = (*before, *scratch, compiled.packed_metadata, *hooks)
         self.compiled, self.programs = compiled, programs
@@ -85,8 +85,8 @@ def past_triton(compiled: Any, programs: int) -> Direct | Through:
     """A kernel without descriptors, to be called as `Direct`; where there is no way past all of
     Triton's Python, past its look at every argument.
     """
-    found = launcher_of(compiled)
-    return Through(compiled, programs) if found is None else Direct(compiled, programs, *found)
+    launch = launcher_of(compiled)
+    return Through(compiled, programs) if launch is None else Direct(compiled, programs, *launch)
 
 
 def relaunch_of(

@@ -23,15 +23,15 @@ def kept(make: Callable[[], Tensor], index: int) -> Tensor:
     """
 
     def made() -> Tensor:
-        found = make()
-        if found.is_cuda:
+        tensor = make()
+        if tensor.is_cuda:
             torch.cuda.current_stream(index).synchronize()
-        return found
+        return tensor
 
     with ThreadPoolExecutor(1) as other:
-        found = other.submit(made).result()
-    _kept.append(found)
-    return found
+        tensor = other.submit(made).result()
+    _kept.append(tensor)
+    return tensor
 
 
 def ones(count: int, device: torch.device) -> Tensor | None:

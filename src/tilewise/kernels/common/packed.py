@@ -41,12 +41,12 @@ def driver() -> Driver | None:
     """None where it has not got them: before CUDA 12.4."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
-        found = Driver(library.cuLaunchKernelEx, library.cuFuncGetParamInfo)
+        calls = Driver(library.cuLaunchKernelEx, library.cuFuncGetParamInfo)
     except (OSError, AttributeError):
         return None
-    found.launch.argtypes = (ctypes.c_void_p,) * 4
-    found.parameter.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p)
-    return found
+    calls.launch.argtypes = (ctypes.c_void_p,) * 4
+    calls.parameter.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p)
+    return calls
 
 
 class Map(bytes):
@@ -59,9 +59,9 @@ def map_of(tensor_map: Any) -> Map | None:
     """The bytes lie behind the head of Triton's object; None of others."""
     if type(tensor_map).__basicsize__ != 2 * MAP_BYTES or id(tensor_map) % MAP_BYTES:
         return None
-    found = Map(ctypes.string_at(id(tensor_map) + MAP_BYTES, MAP_BYTES))
-    found.tensor_map = tensor_map
-    return found
+    descriptor = Map(ctypes.string_at(id(tensor_map) + MAP_BYTES, MAP_BYTES))
+    descriptor.tensor_map = tensor_map
+    return descriptor
 
 
 class Packed:
@@ -90,12 +90,12 @@ class Packed:
         self.config, self.pointers = start, start + pointers
         CONFIG.pack_into(self.memory, 0, *config, 0, 0, 0)
         for n, (kind, value) in enumerate(parameters):
-            at = fixed + 8 * n
+            offset = fixed + 8 * n
             if kind == MOVING:
-                at = CONFIG.size + sum(sizes[:value])
+                offset = CONFIG.size + sum(sizes[:value])
             else:
-                struct.pack_into(NUMBERS[kind], self.memory, at, value)
-            struct.pack_into("=Q", self.memory, pointers + 8 * n, start + at)
+                struct.pack_into(NUMBERS[kind], self.memory, offset, value)
+            struct.pack_into("=Q", self.memory, pointers + 8 * n, start + offset)
         self.lock = threading.Lock()
 
     def __call__(self, stream: int, values: Sequence[Any]) -> None:
@@ -116,9 +116,9 @@ def packed(
     """A kernel's launch with all its arguments, constants too, of which the gaps with these names
     move. None where the driver does not agree.
     """
-    known = driver()
+    libcuda = driver()
     metadata = getattr(compiled, "packed_metadata", None)
-    if known is None or type(metadata) is not tuple or len(metadata) != 3:
+    if libcuda is None or type(metadata) is not tuple or len(metadata) != 3:
         return None
     run, (warps, blocks, shared) = compiled.run, metadata
     if blocks != 1 or run.launch_cooperative_grid or run.launch_pdl or not programs:
@@ -139,13 +139,13 @@ def packed(
         else:
             return None
     sizes = [sized(kind, value, moving) for kind, value in parameters]
-    asked = sizes_of(compiled.function, known)
-    scratch = asked[len(sizes) :]  # of no bytes: null
-    if asked[: len(sizes)] != sizes or any(size != 8 for size in scratch):
+    reported = sizes_of(compiled.function, libcuda)
+    scratch = reported[len(sizes) :]  # of no bytes: null
+    if reported[: len(sizes)] != sizes or any(size != 8 for size in scratch):
         return None
     parameters += [(POINTER, 0)] * len(scratch)
     config = programs, 1, 1, 32 * warps, 1, 1, shared
-    return Packed(known.launch, compiled.function, config, moving, parameters, otherwise)
+    return Packed(libcuda.launch, compiled.function, config, moving, parameters, otherwise)
 
 
 def sized(kind: str, value: Any, moving: Sequence[str]) -> int:
@@ -154,13 +154,13 @@ def sized(kind: str, value: Any, moving: Sequence[str]) -> int:
     return struct.calcsize(NUMBERS[kind])
 
 
-def sizes_of(function: int, known: Driver) -> list[int]:
+def sizes_of(function: int, libcuda: Driver) -> list[int]:
     """Sizes of all parameters of a kernel, as the driver knows them."""
-    found: list[int] = []
+    sizes: list[int] = []
     offset, size = ctypes.c_size_t(), ctypes.c_size_t()
-    while not known.parameter(function, len(found), ctypes.byref(offset), ctypes.byref(size)):
-        found.append(size.value)
-    return found
+    while not libcuda.parameter(function, len(sizes), ctypes.byref(offset), ctypes.byref(size)):
+        sizes.append(size.value)
+    return sizes
 
 
 def flat(kinds: tuple, args: Iterator[Any]) -> Iterator[tuple[str, Any]]:

@@ -124,10 +124,10 @@ class Program:
         again, empty = self.again, self.empty
         if again is None or not may_relaunch(self.index):
             return self._start(tensors)
-        made = [empty(*room) for room in self.rooms]
+        new_tensors = [empty(*room) for room in self.rooms]
         for place in self.cleared:
-            made[place].zero_()
-        tensors = *tensors, *made
+            new_tensors[place].zero_()
+        tensors = *tensors, *new_tensors
         row = [0 if x is None else x.data_ptr() for x in tensors]
         if self.starts:
             buffer = empty((self.size,), (1,), torch.uint8)  # held until all is launched
@@ -145,7 +145,7 @@ class Program:
                 step.function(*[tensors[self.names.index(x)] for x in step.names])
             else:
                 step(stream, row)
-        return tuple([None if place is None else made[place] for place in self.returned])
+        return tuple([None if place is None else new_tensors[place] for place in self.returned])
 
     def again_at(self, row: Sequence[Any]) -> bool:
         """Launches it by the addresses of all in the order of its names; whether that could be
@@ -167,8 +167,8 @@ class Program:
         """
         compiled = []
         with on_device(self.device):
-            made = [x.new() for x in self.made]
-            values = dict(zip(self.names, (*tensors, *made)))
+            new_tensors = [x.new() for x in self.made]
+            values = dict(zip(self.names, (*tensors, *new_tensors)))
             values |= tensors_of(self.slices, self.device) | tensors_of(self.zeros, self.device)
             triton.set_allocator(scratch)  # per thread: autograd's backward runs in its own
             for step in self.steps:
@@ -178,7 +178,7 @@ class Program:
                     compiled.append(step.start(values, self.device))
         if self.again is None and None not in compiled and torch.version.hip is None:
             self._keep(iter(compiled))
-        return tuple(None if place is None else made[place] for place in self.returned)
+        return tuple(None if place is None else new_tensors[place] for place in self.returned)
 
     def _keep(self, compiled: Iterator[Any]) -> None:
         """Keeps how the compiled kernels are launched past Triton."""

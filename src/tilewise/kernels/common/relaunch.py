@@ -75,8 +75,8 @@ def distinct_cached(cached: Cached) -> Cached:
     q, k, v, table = distinct_views(cached[:4])
     extras = distinct_extras(cached.extras)
     k_descale, v_descale = distinct_views((cached.k_descale, cached.v_descale))
-    read = dict(q=q, k=k, v=v, page_table=table, k_descale=k_descale, v_descale=v_descale)
-    return cached._replace(extras=extras, **read)
+    views = dict(q=q, k=k, v=v, page_table=table, k_descale=k_descale, v_descale=v_descale)
+    return cached._replace(extras=extras, **views)
 
 
 def addresses_of(tensors: Sequence[Tensor | None]) -> list[int]:
@@ -87,14 +87,7 @@ def addresses_of(tensors: Sequence[Tensor | None]) -> list[int]:
 # arguments
 
 
-class Pattern(NamedTuple):
-    """Nested arguments with gaps, mostly for the addresses of tensors."""
-
-    fill: Callable[..., tuple]
-
-    def filled(self, values: Sequence[Any]) -> tuple:
-        """The arguments with these values in their gaps."""
-        return self.fill(*values)
+Pattern = Callable[[Sequence[Any]], tuple]  # makes arguments of a row, mostly of addresses
 
 
 def pattern_of(args: tuple, row: Sequence[Any]) -> Pattern | None:
@@ -104,14 +97,13 @@ def pattern_of(args: tuple, row: Sequence[Any]) -> Pattern | None:
     It is compiled, as an expression that makes the tuples: looking up what belongs where would take
     four times as long.
     """
-    gaps = {id(x): f"gap{place}" for place, x in enumerate(row) if x is not None}
+    gaps = {id(x): f"row[{place}]" for place, x in enumerate(row) if x is not None}
     constants: dict[str, Any] = {}
     try:
         text = _expression(args, gaps, constants)
     except KeyError:
         return None
-    parameters = ", ".join(f"gap{place}" for place in range(len(row)))
-    return Pattern(eval(f"lambda {parameters}: {text}", constants))
+    return eval(f"lambda row: {text}", constants)
 
 
 def _expression(item: Any, gaps: dict[int, str], constants: dict[str, Any]) -> str:
@@ -134,15 +126,9 @@ def has_gaps(args: tuple, gaps: dict[int, Any]) -> bool:
     )  # fmt: skip
 
 
-class Relaunch(NamedTuple):
-    """A kernel for other tensors of the same signature."""
-
-    launch: Callable[[int, Sequence[Any]], None]  # on a stream of the current device
-
-
 def relaunch_of(
     kernel: Any, args: tuple, row: Sequence[Any], may_pack: bool = True
-) -> Callable[[int, Sequence[Any]], None] | None:
+) -> direct.Relaunch | None:
     """`direct.relaunch_of` for arguments with objects that are in `row`; None where a tensor is
     not in `row`.
     """
@@ -171,7 +157,7 @@ class Launched(NamedTuple):
     args: tuple  # constants too
 
 
-def relaunches_of(launches: Sequence[Launched], row: Sequence[Any]) -> list[Relaunch] | None:
+def relaunches_of(launches: Sequence[Launched], row: Sequence[Any]) -> list[direct.Relaunch] | None:
     """Relaunches for tensors in the order of `row`; None on AMD, with a tensor that is not in
     `row`, or without a compiled kernel.
     """
@@ -179,4 +165,4 @@ def relaunches_of(launches: Sequence[Launched], row: Sequence[Any]) -> list[Rela
         return None
     kernels = [direct.past_triton(x.compiled, x.programs) for x in launches]
     calls = [relaunch_of(kernel, x.args, row) for kernel, x in zip(kernels, launches)]
-    return None if None in calls else [Relaunch(call) for call in calls if call is not None]
+    return None if None in calls else [call for call in calls if call is not None]

@@ -23,7 +23,7 @@ class Rows(NamedTuple):
     first: int
     pitch: int
     target: int
-    at: int
+    start: int  # the first byte in the target
     step: int  # from a row to the next in the target
     rows: int
     width: int
@@ -51,12 +51,12 @@ class Table:
             for x in self.copies:
                 columns = -(-x.width // (4 * BLOCK_N))
                 self.tiles += -(-x.rows // BLOCK_M) * columns
-                first, pitch, at, step, width = (n // UNIT for n in _bytes_of(x))
-                entries.append((x.source, first, pitch, x.target, at, step, x.rows, width))
+                first, pitch, start, step, width = (n // UNIT for n in _bytes_of(x))
+                entries.append((x.source, first, pitch, x.target, start, step, x.rows, width))
                 entries[-1] += (self.tiles,)
             self.on[device] = torch.tensor(entries, dtype=torch.int64, device=device)
         return self.on[device]
 
 
 def _bytes_of(x: Rows) -> tuple[int, ...]:
-    return x.first, x.pitch, x.at, x.step, x.width
+    return x.first, x.pitch, x.start, x.step, x.width

@@ -149,8 +149,16 @@ def launch_of(
     positions = 0 if cos is None else cos.shape[0]
     before, base = (None, None) if call is None else (call.before, call.rotary_seqlens)
     keys = NewKeys(
-        *(strided_of(k), strided_of(v), used, starts, contiguous_of(new.slots)),
-        *(batch, k.shape[-3], cos, sin, positions),
+        strided_of(k),
+        strided_of(v),
+        seqused_k=used,
+        cu_seqlens=starts,
+        slots=contiguous_of(new.slots),
+        batch=batch,
+        seqlen=k.shape[-3],
+        cos=cos,
+        sin=sin,
+        positions=positions,
         before=contiguous_of(before),
         rotary_seqlens=contiguous_of(base) if half else None,
     )
@@ -164,7 +172,7 @@ def launch_of(
     caches = new.k_cache, new.v_cache
     if new.k_cache.dtype == torch.float8_e4m3fn:  # written by its bits
         caches = [x.view(torch.uint8) for x in caches]
-    cache = cache_of(*caches, new.page_table, new.k_descale, new.v_descale)
+    cache = cache_of(*caches, table=new.page_table, k_scale=new.k_descale, v_scale=new.v_descale)
     programs = total
     if call is not None and prologue is not None:
         widths = widths._replace(PREPARES=True)

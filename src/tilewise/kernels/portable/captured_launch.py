@@ -87,15 +87,15 @@ def plan_captured(
     """
     dout, q, k, v = saved.dout, saved.q, saved.k, saved.v
     shared = shared_arguments(problem, scalars, q, k, extras)
-    plans = []
+    plans, common = [], dict(problem=problem, operands=(q, k, v, dout), arch="")
     for load, slope in by_loads(problem.mods.score):
         if (slot := load.value[0]) in grads:
             of_load = load_of(load, slope, grads[slot].numel() >= 1 << 31)
             args = dict(q=strided(q), k=strided(k), v=strided(v), dout=strided(dout))
             args |= dict(target=captured_of((grads[slot],))[0], stats=stats)
             args |= shared | dict(LOAD=of_load)
-            kernel, read = attn_bwd_captured_kernel, (q, k, v, dout)
-            plans.append(plan_queries("bwd_captured", kernel, problem, read, args, arch=""))
+            plan = plan_queries("bwd_captured", attn_bwd_captured_kernel, args=args, **common)
+            plans.append(plan)
     return plans
 
 

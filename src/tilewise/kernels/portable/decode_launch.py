@@ -123,8 +123,8 @@ def forward(cached: Cached, out: Tensor, lse: Tensor) -> DecodeStep | None:
     program([x for x in tensors if x is not None])
     if cached.entry is None or program.again is None or program.copied or cached.extras.captured:
         return None
-    read = [x for x in cached.tensors if x is not None]
-    return DecodeStep(cached.q.device, read, out, lse, program=program)
+    inputs = [x for x in cached.tensors if x is not None]
+    return DecodeStep(cached.q.device, inputs, out, lse, program=program)
 
 
 def program_of(cached: Cached, out: Tensor, lse: Tensor, sms: int | None = None) -> Program:
@@ -134,8 +134,8 @@ def program_of(cached: Cached, out: Tensor, lse: Tensor, sms: int | None = None)
     tensors = *cached.tensors, out, lse, *cached.extras.captured
     operands = operands_of(NAMES, tensors)
     named = zip(names_of(NAMES, len(tensors)), tensors)
-    *read, of_out, of_lse, captured = operands.values()
-    planned = cached.of_tensors(read)
+    *inputs, of_out, of_lse, captured = operands.values()
+    planned = cached.of_tensors(inputs)
     planned = planned._replace(extras=planned.extras._replace(captured=captured))
     work = Workspace(cached.q.device)
     launches = launches_of(readable(planned), cached.problem, of_out, of_lse, work, sms=sms)
@@ -166,8 +166,8 @@ def launches_of(
     sizes = Sizes(batch if is_packed else 0, problem.nheads_k, rows, fit)
     reach = max(rows, fit)
     numbers = numbers_of(cached.scalars, q, k)
-    left, right = (min(side, reach) for side in cached.scalars[2:4])
-    numbers = numbers._replace(left=left, right=right)
+    left, right = cached.scalars.left, cached.scalars.right
+    numbers = numbers._replace(left=min(left, reach), right=min(right, reach))
     # How many queries each packed sequence has, only the device knows
     choice = choice_of(problem, triton.cdiv(rows, max(batch, 1)) if is_packed else rows)
     of_tile, of_block = (n // problem.group for n in (choice.tile.BLOCK_M, choice.rows))
@@ -190,10 +190,10 @@ def launches_of(
     if not in_one:
         partials = partials_of(work, pieces, all_rows, problem.headdim_v)
         partials = partials._replace(blocks=blocks, lead=lead if lead > 1 else None)
-    cache = cache_of(*cached[1:4], cached.k_descale, cached.v_descale)
+    cache = cache_of(*cached[1:4], k_scale=cached.k_descale, v_scale=cached.v_descale)
     if has_room and cache.page_table is not None and cache.page_size > 0:
-        tile_pages, rest = divmod(choice.tile.BLOCK_N, cache.page_size)
-        cache = cache._replace(tile_pages=None if rest else tile_pages)
+        tile_pages, remainder = divmod(choice.tile.BLOCK_N, cache.page_size)
+        cache = cache._replace(tile_pages=None if remainder else tile_pages)
     if cache.v[1:] == cache.k[1:]:
         cache = cache._replace(v=Strided(cache.v.ptr, None, None, None))
     if cached.clears_tail:

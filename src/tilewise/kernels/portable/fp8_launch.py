@@ -74,7 +74,9 @@ def plan_fp8(
     args |= dict(out=strided(operands["out"]), lse=operands["lse"])
     args |= dict(quantization=Quantization(*scales, None if v_mean is None else of_head(v_mean)))
     args |= shared_arguments(problem, scalars, q, k, extras)
-    return plan_queries("fp8_fwd", fp8_fwd_kernel, problem, (q, k), args, arch)
+    return plan_queries(
+        "fp8_fwd", fp8_fwd_kernel, problem=problem, operands=(q, k), args=args, arch=arch
+    )
 
 
 def of_head(x: Tensor) -> OfHead:

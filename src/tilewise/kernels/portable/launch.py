@@ -83,11 +83,11 @@ def backward_program(problem: Problem, scalars: Scalars, arch: str = "", **tenso
     dout = saved.dout if saved.dout.stride(-1) == 1 else saved.dout.contiguous()
     saved = saved._replace(dout=dout, dlse=dlse)
     delta = plan_delta(problem, saved, extras, work, arch)
-    plans, rest = [delta], None
+    plans, lost = [delta], None
     if problem.has_bias or problem.mods.score:
         plans.append(plan_rest(problem, scalars, saved, extras, work, arch))
-        rest = plans[-1].args["rest"]
-    stats = saved.lse, delta.args["delta"], rest
+        lost = plans[-1].args["rest"]
+    stats = saved.lse, delta.args["delta"], lost
     plans += plan_backward(problem, scalars, saved, stats, grads, extras, arch)
     if grads.dbias is not None and grads.dbias.numel():
         plans.append(plan_dbias(problem, scalars, saved, stats, grads, extras, arch))
@@ -143,24 +143,25 @@ def plan_forward(
     """Tiles of queries."""
     args = dict(q=strided(q), k=strided(k), v=strided(v), out=strided(out), lse=lse)
     args |= shared_arguments(problem, scalars, q, k, extras)
-    return plan_queries("fwd", attn_fwd_kernel, problem, (q, k, v), args, arch)
+    return plan_queries(
+        "fwd", attn_fwd_kernel, problem=problem, operands=(q, k, v), args=args, arch=arch
+    )
 
 
 def plan_queries(
-    name: str, kernel: Any, problem: Problem, read: tuple, args: dict[str, Any], arch: str
+    name: str, kernel: Any, *, problem: Problem, operands: tuple, args: dict[str, Any], arch: str
 ) -> Plan:
-    """A program for each block of queries; the first that is read is q."""
-    q, sequences = read[0], args["sizes"].packed
-    copies = q.shape[0] * q.shape[2]
+    """A program for each block of queries; the first of the operands that are read is q."""
+    q = operands[0]
     return Plan(
         name,
         kernel,
         problem,
-        side="BLOCK_M",
+        block="BLOCK_M",
         rows=q.shape[1],
-        copies=copies,
-        packed=sequences,
-        read=read,
+        copies=q.shape[0] * q.shape[2],
+        packed=args["sizes"].packed,
+        operands=operands,
         args=args,
         arch=arch,
     )
@@ -173,11 +174,11 @@ def plan_delta(problem: Problem, saved: Any, extras: Extras, work: Any, arch: st
         "bwd_delta",
         bwd_delta_kernel,
         problem,
-        side="BLOCK_M",
+        block="BLOCK_M",
         rows=lse.shape[2],
         copies=lse.shape[0] * lse.shape[1],
         packed=0,  # a row's delta needs no sequence
-        read=(out,),
+        operands=(out,),
         args={},
         arch=arch,
     )
@@ -201,7 +202,9 @@ def plan_rest(
     args = dict(q=strided(q), k=strided(k), v=strided(v), lse=lse)
     args |= dict(rest=work.add("rest", lse.shape, lse.dtype))
     args |= shared_arguments(problem, scalars, q, k, extras)
-    return plan_queries("bwd_rest", attn_bwd_rest_kernel, problem, (q, k, v), args, arch)
+    return plan_queries(
+        "bwd_rest", attn_bwd_rest_kernel, problem=problem, operands=(q, k, v), args=args, arch=arch
+    )
 
 
 def plan_backward(
@@ -217,14 +220,14 @@ def plan_backward(
     lse has lost.
     """
     dout, q, k, v = saved.dout, saved.q, saved.k, saved.v
-    tensors = q, k, v, dout
+    common = dict(problem=problem, operands=(q, k, v, dout), arch=arch)
     tiles = dict(q=strided(q), k=strided(k), v=strided(v), dout=strided(dout))
     shared = dict(stats=stats) | shared_arguments(problem, scalars, q, k, extras)
     of_keys = tiles | dict(dk=strided(grads.dk), dv=strided(grads.dv)) | shared
-    keys = plan_queries("bwd_dkdv", attn_bwd_dkdv_kernel, problem, tensors, of_keys, arch)
-    keys = keys._replace(side="BLOCK_N", rows=k.shape[1], copies=k.shape[0] * k.shape[2])
+    keys = plan_queries("bwd_dkdv", attn_bwd_dkdv_kernel, args=of_keys, **common)
+    keys = keys._replace(block="BLOCK_N", rows=k.shape[1], copies=k.shape[0] * k.shape[2])
     of_queries = tiles | dict(dq=strided(grads.dq)) | shared
-    return [keys, plan_queries("bwd_dq", attn_bwd_dq_kernel, problem, tensors, of_queries, arch)]
+    return [keys, plan_queries("bwd_dq", attn_bwd_dq_kernel, args=of_queries, **common)]
 
 
 def plan_dbias(
@@ -241,8 +244,8 @@ def plan_dbias(
     args = dict(q=strided(q), k=strided(k), v=strided(v), dout=strided(dout))
     args |= dict(dbias=bias_of(grads.dbias), stats=stats)
     args |= shared_arguments(problem, scalars, q, k, extras)
-    kernel, read = attn_bwd_dbias_kernel, (q, k, v, dout)
-    plan = plan_queries("bwd_dbias", kernel, problem, read, args, arch)
+    common = dict(problem=problem, operands=(q, k, v, dout), arch=arch)
+    plan = plan_queries("bwd_dbias", attn_bwd_dbias_kernel, args=args, **common)
     plan = plan._replace(rows=0, copies=0, packed=0)
     tile = plan.tile(plan.config())
     sharing, tiles = sharing_of(grads.dbias, q, k, tile)

@@ -20,25 +20,25 @@ from .fit import fit_to_memory
 
 
 class Plan(NamedTuple):
-    """A launch without its configuration: a program for each `side` block of `rows`, `copies`
+    """A launch without its configuration: a program for each `block` of `rows`, `copies`
     times.
     """
 
     name: str  # as the tuning tables call the kernel
     kernel: Any
     problem: Problem
-    side: str  # "BLOCK_M" or "BLOCK_N"
+    block: str  # "BLOCK_M" or "BLOCK_N"
     rows: int
     copies: int  # heads times batch
     packed: int  # sequences in these rows, each with a ragged end; 0 where they are no sequences
-    read: tuple[Any, ...]  # operands that are read in tiles
+    operands: tuple[Any, ...]  # that are read in tiles
     args: dict[str, Any]  # by the kernel's parameters
     arch: str = ""  # of another GPU than the operands'
 
     def key(self) -> Key:
         """What the tables look up."""
         problem, widest = self.problem, max(padded_headdims(self.problem))
-        arch = self.arch or architecture(self.read[0].device)
+        arch = self.arch or architecture(self.operands[0].device)
         bits = problem.dtype.itemsize * 8
         is_short = self.rows // max(self.packed, 1) <= SHORT
         # The same, more or less
@@ -49,12 +49,12 @@ class Plan(NamedTuple):
     def config(self) -> Config:
         """What the tables say, cut where there is no room for more."""
         key = self.key()
-        return fit_to_memory(select(key, self.read[0].device), key, self.problem, self.side)
+        return fit_to_memory(select(key, self.operands[0].device), key, self.problem, self.block)
 
     def tile(self, config: Config) -> Tile:
         """The tile shape; descriptors only where every tensor read allows them."""
         key = self.key()
-        descriptors = config.descriptors and all(map(fits_descriptor, self.read))
+        descriptors = config.descriptors and all(map(fits_descriptor, self.operands))
         block_m, block_n = config.BLOCK_M, config.BLOCK_N
         chunk = columns_at_once(key, self.name == "bwd_dbias")
         if self.problem.has_dropout and key.block_d <= 256:
@@ -68,7 +68,7 @@ class Plan(NamedTuple):
 
     def programs(self, tile: Tile) -> int:
         """How many programs cover the problem."""
-        blocks = triton.cdiv(self.rows, getattr(tile, self.side))
+        blocks = triton.cdiv(self.rows, getattr(tile, self.block))
         return (blocks + self.packed) * self.copies
 
     def configured(self, config: Config | None = None) -> Launch:

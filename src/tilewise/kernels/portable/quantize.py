@@ -15,7 +15,7 @@ from ..common.operand import operand_of
 from ..common.program import Planned, Program
 from ..common.quantized import FP8, TWO_LEVELS, Lengths, Quantized, Scales, empty_values
 from ..common.workspace import Workspace
-from .quantize_launches import DTYPES, launches_of, sides_of, transposing
+from .quantize_launches import DTYPES, launches_of, recipes_of, transposing
 from .quantize_memory import memory_of
 
 Tensor = torch.Tensor
@@ -59,8 +59,8 @@ def prepare_quantize(steps: Any) -> Callable[..., Quantized]:
         tensors += (*scales, *of, cos, sin)
         *codes, q_scale, k_scale, v_scale, k_mean, v_mean, drift = programs[is_interleaved](tensors)
         q8, k8, v_t = (x if x.dtype == FP8 else x.view(FP8) for x in codes)
-        made = zip((q_scale, k_scale, v_scale), scales)
-        every = Scales._make([x if given is None else given for x, given in made])
+        pairs = zip(scales, (q_scale, k_scale, v_scale))
+        every = Scales._make([new if scale is None else scale for scale, new in pairs])
         return Quantized(q8, k8, v_t, every, k_mean, v_mean, drift)
 
     return quantized
@@ -75,16 +75,16 @@ def quantize_program(steps: Any, is_interleaved: bool, **operands: Any) -> Progr
     cos, sin = operands["cos"], operands["sin"]
     rotary = None if cos is None else Rotary(cos, sin, is_interleaved)
     scales = [operands[name] for name in SCALES]
-    sides, work = sides_of(q, k, steps), Workspace(q.device)
+    recipes, work = recipes_of(q, k, steps), Workspace(q.device)
     starts = lengths.cu_seqlens_q, lengths.cu_seqlens_k, lengths.cu_seqlens_k
-    drifts = sides[2].smooths and v.shape[3] > TWO_LEVELS
+    drifts = recipes[2].smooths and v.shape[3] > TWO_LEVELS
     memory = [
-        memory_of(x, side, of, scale=scale, nheads_k=k.shape[2], drifts=drifts, work=work)
-        for x, side, of, scale in zip(tensors, sides, starts, scales)
+        memory_of(x, recipe, of, scale=scale, nheads_k=k.shape[2], drifts=drifts, work=work)
+        for x, recipe, of, scale in zip(tensors, recipes, starts, scales)
     ]
-    launches = launches_of(tensors, sides, scales, lengths, rotary, memory)
-    codes, found, (_, *means) = zip(*(x.outputs for x in memory))
-    return Program(FIELDS, launches, work, (*codes, *found, *means, memory[2].drift))
+    launches = launches_of(tensors, recipes, scales, lengths, rotary, memory)
+    codes, new_scales, (_, *means) = zip(*(x.outputs for x in memory))
+    return Program(FIELDS, launches, work, (*codes, *new_scales, *means, memory[2].drift))
 
 
 def prepare_transposed() -> Callable[..., Tensor]:

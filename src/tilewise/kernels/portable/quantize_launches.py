@@ -17,7 +17,7 @@ from .fp8_launch import of_head
 from .hadamard import Rotation, tiles_at_once
 from .plan import options_of
 from .quantize_kernels import quantize_cast_kernel, quantize_loss_kernel, transpose_values_kernel
-from .quantize_memory import Memory, Side, count_of, is_sampled, written_in
+from .quantize_memory import Memory, Recipe, count_of, is_sampled, written_in
 from .quantize_rows import ROWS, WARPS, Form, Operand, RowBlocks, Tables, chunks_of
 from .quantize_statistics import quantize_means_kernel, quantize_statistics_kernel, shares_of
 
@@ -26,12 +26,12 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 WIDE, STAGES = 8, 1
 
 
-def sides_of(q: Tensor, k: Tensor, steps: Any) -> tuple[Side, Side, Side]:
-    """The sides of q, k and v."""
+def recipes_of(q: Tensor, k: Tensor, steps: Any) -> tuple[Recipe, Recipe, Recipe]:
+    """What is done to q, to k and to v."""
     return (
-        Side(q.shape[2] // k.shape[2], steps.rotate, False, False),
-        Side(1, steps.rotate, steps.smooth_k, False),
-        Side(1, False, steps.smooth_v, True),
+        Recipe(q.shape[2] // k.shape[2], steps.rotate, smooths=False, transposes=False),
+        Recipe(1, steps.rotate, smooths=steps.smooth_k, transposes=False),
+        Recipe(1, rotates=False, smooths=steps.smooth_v, transposes=True),
     )
 
 
@@ -44,7 +44,7 @@ class Part(NamedTuple):
 
 def launches_of(
     tensors: Sequence[Any],
-    sides: Sequence[Side],
+    recipes: Sequence[Recipe],
     scales: Sequence[Any],
     of: Lengths,
     rotary: Rotary | None,
@@ -57,9 +57,8 @@ def launches_of(
     if of_q.sequences == 0:  # there is nothing to write
         return []
     blocks = of_q, of_k, of_k._replace(nheads=v.shape[2])
-    turns = turns_of(rotary, of_k)
-    each = zip(tensors, sides, blocks, (turns, turns, None), scales, memory)
-    q, k, v = (part_of(*one) for one in each)
+    turn = turn_of(rotary)
+    q, k, v = map(part_of, tensors, recipes, blocks, (turn, turn, None), [of_k] * 3, scales, memory)
     launches = [*statistics_of(q, k), *statistics_of(v), *means_of(k, v)]
     launches += [*cast_of(q, k), *cast_of(v), *recast_of(q, k), *recast_of(v)]
     launches += loss_of(v, memory[2].drift)
@@ -68,9 +67,9 @@ def launches_of(
 
 def statistics_of(*parts: Part) -> list[Launch]:
     """Sums, extremes and maxima of blocks."""
-    asked = [x for x in parts if x.operand.mean is not None or x.operand.largest is not None]
-    blocks = EVERY if all(x.form.IS_SAMPLED for x in asked) else 1
-    return launch(quantize_statistics_kernel, asked, blocks, warps_of(asked))
+    measured = [x for x in parts if x.operand.mean is not None or x.operand.largest is not None]
+    blocks = EVERY if all(x.form.IS_SAMPLED for x in measured) else 1
+    return launch(quantize_statistics_kernel, measured, blocks, warps_of(measured))
 
 
 def means_of(*parts: Part) -> list[Launch]:
@@ -160,28 +159,42 @@ def warps_of_products(parts: Sequence[Part]) -> int:
 
 def part_of(
     x: Tensor,
-    side: Side,
+    recipe: Recipe,
     blocks: RowBlocks,
-    turns: Turns | None,
+    rotary: Rotary | None,
+    keys: RowBlocks,
     scale: Tensor | None,
     into: Memory,
 ) -> Part:
-    """q, k or v as kernels take it."""
+    """q, k or v as kernels take it; `rotary` turns it at the positions of keys."""
     x = x if x.stride(3) == 1 else x.contiguous()
     headdim = x.shape[3]
-    mixed = headdim & -headdim if side.rotates else 0
+    mixed = headdim & -headdim if recipe.rotates else 0
     rotation = Rotation(headdim, mixed, mixed**-0.5 if mixed else 1.0)
-    tables = keys = None
-    if turns is not None:
-        tables, keys, half, is_interleaved = turns
-        rotation = rotation._replace(HALF=half, INTERLEAVED=is_interleaved)
-    form = Form(rotation, side.group, is_sampled(x, into.reach is not None), side.transposes)
-    count = count_of(x, blocks.cu_seqlens)
+    tables = None
+    if rotary is not None:
+        positions, half = rotary.cos.shape
+        tables = Tables(rotary.cos, rotary.sin, positions)
+        rotation = rotation._replace(HALF=half, INTERLEAVED=bool(rotary.interleaved))
+    form = Form(rotation, recipe.group, is_sampled(x, into.reach is not None), recipe.transposes)
     mean, reach = (None if t is None else of_head(t) for t in (into.mean, into.reach))
-    scale = of_head(into.scale if scale is None else scale)
-    out = _of_values(written_in(into.out)) if side.transposes else strided(written_in(into.out))
-    given = strided(x), blocks, tables, keys, count, headdim, mean, into.statistics, reach
-    operand = Operand(*given, into.largest, into.beyond, scale, into.rounding, out)
+    out = written_in(into.out)
+    operand = Operand(
+        strided(x),
+        blocks=blocks,
+        tables=tables,
+        keys=None if tables is None else keys,
+        count=count_of(x, blocks.cu_seqlens),
+        headdim=headdim,
+        mean=mean,
+        statistics=into.statistics,
+        reach=reach,
+        largest=into.largest,
+        beyond=into.beyond,
+        scale=of_head(into.scale if scale is None else scale),
+        rounding=into.rounding,
+        out=_of_values(out) if recipe.transposes else strided(out),
+    )
     return Part(operand, form)
 
 
@@ -198,22 +211,11 @@ def transposing(
     return [launch_of(transpose_values_kernel, programs, args, dict(D=v.shape[3]), WIDE)]
 
 
-class Turns(NamedTuple):
-    """How q and k are turned: by tables, at the positions of keys."""
-
-    tables: Tables
-    keys: RowBlocks
-    half: int  # pairs that are turned
-    is_interleaved: bool  # whether these are neighbours
-
-
-def turns_of(rotary: Rotary | None, keys: RowBlocks) -> Turns | None:
-    """None where nothing is turned."""
+def turn_of(rotary: Rotary | None) -> Rotary | None:
+    """Contiguous tables; None where nothing is turned."""
     if rotary is None or 0 in rotary.cos.shape:
         return None
-    cos, sin = (x.contiguous() for x in rotary[:2])
-    tables = Tables(cos, sin, cos.shape[0])
-    return Turns(tables, keys, cos.shape[1], bool(rotary.interleaved))
+    return rotary._replace(cos=rotary.cos.contiguous(), sin=rotary.sin.contiguous())
 
 
 def row_blocks(x: Tensor, starts: Tensor | None, used: Tensor | None) -> RowBlocks:

@@ -11,7 +11,6 @@ import torch
 from ...tuning.select import architecture
 from ..common.operand import Operand
 from ..common.quantized import COLUMNS, FP8, WHOLE, columns_of, empty_values, packed_columns
-from ..common.workspace import Workspace
 from .fp8_launch import has_product
 from .quantize_kernels import Rounding
 from .quantize_statistics import Statistics
@@ -19,7 +18,7 @@ from .quantize_statistics import Statistics
 INT32 = torch.int32
 
 
-class Side(NamedTuple):
+class Recipe(NamedTuple):
     """What is done to q, to k or to v."""
 
     group: int  # heads that share a scale
@@ -49,14 +48,14 @@ class Memory(NamedTuple):
 
 
 def memory_of(
-    x: Any, side: Side, starts: Any, *, scale: Any, nheads_k: int, drifts: bool, work: Workspace
+    x: Any, recipe: Recipe, starts: Any, *, scale: Any, nheads_k: int, drifts: bool, work: Any
 ) -> Memory:
     """The memory of one tensor, of sequences that begin at `starts`, if they are packed. Its scale
     is found where none is given. `drifts`: whether it is measured how far v drifts.
     """
     sequences = x.shape[0] if starts is None else starts.shape[0] - 1
     block, mean = (count_of(x, starts), *x.shape[2:]), (sequences, *x.shape[2:])
-    finds_scale, is_rounded = scale is None, side.smooths and side.transposes
+    finds_scale, is_rounded = scale is None, recipe.smooths and recipe.transposes
     is_walked = is_rounded and drifts
 
     def room(name: str, shape: tuple, is_there: bool, dtype: Any = torch.float32) -> Any:
@@ -66,16 +65,16 @@ def memory_of(
     def output(name: str, shape: tuple, is_there: bool) -> Any:
         return Operand(f"{x.name} {name}", shape, torch.float32, x.device) if is_there else None
 
-    has_extremes, of_scale = side.smooths and finds_scale, (sequences, nheads_k)
+    has_extremes, of_scale = recipe.smooths and finds_scale, (sequences, nheads_k)
     drift = None
     if is_walked:
         drift = Operand("drift", (), torch.float32, x.device, is_cleared=True)
     return Memory(
-        out=codes_of(x, side, starts),
+        out=codes_of(x, recipe, starts),
         scale=output("scale", of_scale, finds_scale),
-        mean=output("mean", mean, side.smooths),
+        mean=output("mean", mean, recipe.smooths),
         statistics=Statistics(
-            sums=room("sums", block, side.smooths),
+            sums=room("sums", block, recipe.smooths),
             highs=room("highs", block, has_extremes),
             lows=room("lows", block, has_extremes),
         ),
@@ -89,10 +88,10 @@ def memory_of(
     )
 
 
-def codes_of(x: Any, side: Side, starts: Any) -> Operand:
+def codes_of(x: Any, recipe: Recipe, starts: Any) -> Operand:
     """The codes of x, or V^T. Rows of no packed sequence are 0; torch clears bytes."""
     name = f"{x.name} codes"
-    if side.transposes:
+    if recipe.transposes:
         like = None if starts is None else starts.new("meta")
         is_cleared, bits = like is not None and len(like) == 1, empty_values(x.new("meta"), like)
         shape = tuple(bits.shape)

@@ -169,15 +169,15 @@ class Signals:
             y = x if y is None else y
             key = [(z.dtype, z.data_ptr() % 16, size < 2**31) for z, size in zip((x, y), sizes)]
             constants = dict(PROGRAMS=_PROGRAMS, BLOCK=_BLOCK)
-            given = self.words, self.report, x, y
-            self._launch(poison_kernel, _PROGRAMS, given, (*sizes, number), constants, tuple(key))
+            pointers, numbers = (self.words, self.report, x, y), (*sizes, number)
+            self._launch(poison_kernel, _PROGRAMS, pointers, numbers, constants, tuple(key))
 
     def late(self) -> tuple[int, int] | None:
         """The barrier of the first call of which a piece did not arrive, and that piece's number.
         Asks no device.
         """
-        found = -int(self.report[0])
-        return (found >> 32, found & 0xFFFFFFFF) if found > 0 else None
+        report = -int(self.report[0])
+        return (report >> 32, report & 0xFFFFFFFF) if report > 0 else None
 
     def found(self) -> tuple[int, list[int]]:
         """The number of the barrier that failed, and the words that it found."""

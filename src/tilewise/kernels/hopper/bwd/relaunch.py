@@ -10,10 +10,10 @@ import torch
 
 from ....problem import Between, Extras, Grads, Problem, Saved
 from ...common.alignment import ALIGNMENT
+from ...common.direct import Relaunch
 from ...common.relaunch import (
     Launched,
     Pattern,
-    Relaunch,
     addresses_of,
     pattern_of,
     relaunches_of,
@@ -135,10 +135,8 @@ def ready_of(
     has_extras = any(x is not None for x in extras.tensors)
     inputs = *saved, *(extras.tensors if has_extras else ())
     row = *inputs, *grads, *scratch, args.queue.counter
-    relaunches, kernel = (
-        relaunches_of((*before, *after), row),
-        direct_of(main.compiled, main.programs),
-    )
+    relaunches = relaunches_of((*before, *after), row)
+    kernel = direct_of(main.compiled, main.programs)
     accumulated = pattern_of((args.dq, args.dq_semaphore), row)
     groups = args.heads_per_batch, args.queue, args.optionals, args.sizes, args.numbers
     rest = pattern_of((*groups, plan.features, plan.tile), row)
@@ -189,8 +187,8 @@ def relaunch_backward(
         row += addresses_of(extras.tensors)
     row += addresses
     row.append(counter(saved.q.device, ready.device, stream).data_ptr())
-    for edge in ready.before:
-        edge.launch(stream, row)
+    for launch in ready.before:
+        launch(stream, row)
     fill_dsinks(grads, parts)
     between.before_keys()
     target = target_of(plan, grads, ds)
@@ -201,11 +199,11 @@ def relaunch_backward(
     if plan.tile.BIAS_COPIED:
         for_bias = of(7, extras.bias.data_ptr())
         for_dbias = for_dbias if target is None else of(8, target.data_ptr())
-    added, rest = ready.accumulated.filled(row), ready.args.filled(row)
+    added, rest = ready.accumulated(row), ready.args(row)
     ready.main(stream, *q, *dout, *k, *v, *stats, *added, *dk, *dv, *for_bias, *for_dbias, *rest)
     between.after_keys(grads)
     if target is not None:
         sum_scores(grads.dbias, ds)
-    for edge in ready.after:
-        edge.launch(stream, row)
+    for launch in ready.after:
+        launch(stream, row)
     return True

@@ -166,7 +166,7 @@ class ChunkStep(decode_step.DecodeStep):
         relaunch, of = self.relaunch, self.of
         gaps = lse, counter, *(extras if self.places else ())
         described = *of(0, q), *of(1, k), *of(2, v), *of(3, out)
-        args = relaunch.args.filled((*gaps, *table))
+        args = relaunch.args((*gaps, *table))
         relaunch.kernel(stream, *described, *args, *NO_BIAS, *relaunch.constants)
 
 

@@ -142,7 +142,7 @@ class Forward:
             *of(1, k.data_ptr()),
             *of(2, v.data_ptr()),
             *of(3, out.data_ptr()),
-            *relaunch.args.filled(row),
+            *relaunch.args(row),
             *for_bias,
             *relaunch.constants,
         )

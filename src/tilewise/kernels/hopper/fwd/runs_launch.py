@@ -103,7 +103,7 @@ class RunsForward:
             *of(1, k),
             *of(2, v),
             *of(3, out.data_ptr()),
-            *relaunch.args.filled(row),
+            *relaunch.args(row),
             None,
             *relaunch.constants,
         )
