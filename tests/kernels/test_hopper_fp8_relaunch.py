@@ -94,7 +94,7 @@ def test_values_that_the_kernel_transposes(launched, monkeypatch):
         forward(call.quantized._replace(v_t=call.v), call.extras)
     assert len(launched) == 2  # the first through Triton's launcher
     assert forward.relaunch.v_t_shape == (1, 2, 128, 256)
-    assert forward.relaunch.words == transpose.READY + 2 * 2
+    assert forward.relaunch.counters == transpose.READY + 2 * 2
     for call, numbers in zip(calls[1:], launched):
         q, k, v_t, _, values, _, *rest = numbers
         assert (q, k) == (call.quantized.q.data_ptr(), call.quantized.k.data_ptr())

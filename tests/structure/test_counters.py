@@ -7,7 +7,7 @@ only by a commit that says what it adds and why; the others never.
 import pytest
 from helpers.counters import count
 
-AT_LEAST = {"arguments by keyword, percent": 15}
+AT_LEAST = {"arguments by keyword, percent": 15.2}
 AT_MOST = {
     # Sizes
     "lines": 50_529,
@@ -17,16 +17,16 @@ AT_MOST = {
     "lines attention() imports": 10_780,
     # One record, one dispatcher, one file of checks, one way to launch
     "records per 1,000 lines, host": 4.08,
-    "records per 1,000 lines, device": 7.58,
+    "records per 1,000 lines, device": 7.42,
     "records built at one place, host": 28,
-    "records built at one place, device": 70,
+    "records built at one place, device": 67,
     "launching classes": 11,
     "dispatchers": 1,
     "check files": 6,
     # Plain English
-    "calls with *x per 1,000 lines": 9.43,
-    "calls with a tuple's *": 17,
-    "vague locals": 225,
+    "calls with *x per 1,000 lines": 9.33,
+    "calls with a tuple's *": 15,
+    "vague locals": 159,
     "docstrings without a subject": 0,
     "files over 300 lines": 23,
     "functions over 120 lines": 1,

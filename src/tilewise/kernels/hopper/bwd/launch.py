@@ -197,13 +197,13 @@ class Backward:
             around, inside = inside, around
         around.before_keys()
         if has_work:
-            read, written = readable(self.problem, saved), grads
+            inputs, outputs = readable(self.problem, saved), grads
             if is_padded(self.problem):
-                written = with_padded_rows(grads)
-            self.is_copied = read is not saved or written is not grads
-            if not (is_ready and relaunch_backward(ready, read, written, extras, inside)):
-                self._launch(read, written, extras, inside)
-            copy_back(written, grads)
+                outputs = with_padded_rows(grads)
+            self.is_copied = inputs is not saved or outputs is not grads
+            if not (is_ready and relaunch_backward(ready, inputs, outputs, extras, inside)):
+                self._launch(inputs, outputs, extras, inside)
+            copy_back(outputs, grads)
         around.after_keys(grads)
         return grads
 
@@ -213,7 +213,7 @@ class Backward:
 
     def _first(self, saved: Saved, grads: Grads, extras: Extras, between: Between) -> None:
         """The first launches of a signature, through Triton's launcher."""
-        problem, given = self.problem, saved
+        problem, saved_by_caller = self.problem, saved
         dout, _, q, k, v, _, lse = saved
         if problem.has_seqused_k and not problem.is_packed:
             between.before_keys()
@@ -229,7 +229,7 @@ class Backward:
         added = accumulated_of(plan, scratch, numbers), scratch.dq_semaphore
         reads = strided(saved.out), strided(dout), lse, saved.dlse, scratch.delta
         args = (*reads, *added, scratch.parts, *groups[:2])
-        launches = run_rest(problem, plan, saved, scratch.rest, groups)
+        launches = run_rest(problem, plan, saved, scratch.lost, groups)
         launches.append(run_processing(bwd_delta_kernel, programs, args, plan, q.device))
         if scratch.dout is not None:
             saved = saved._replace(dout=scratch.dout)
@@ -255,9 +255,9 @@ class Backward:
             )
             launches.append(run_dbias(plan, (q, k, grads.dbias), (*of_pairs, *groups)))
         launches = [x for x in launches if x is not None]
-        is_copied = k is not given.k or v is not given.v
+        is_copied = k is not saved_by_caller.k or v is not saved_by_caller.v
         if len(launches) > 2 and not is_copied:
-            tensors = given, extras, grads, scratch
+            tensors = saved_by_caller, extras, grads, scratch
             self.ready = ready_of(plan, tensors, launches, problem)
 
 
@@ -290,7 +290,7 @@ def accumulated_of(plan: Plan, scratch: Scratch, numbers: Numbers) -> Accumulate
     fields = scratch.dq, scratch.stats, padded, lse_unit, numbers.dropout_factor
     if scratch.dout is None:
         return Accumulated(*fields)
-    return Scaled(*fields, scratch.rest, strided(scratch.dout))
+    return Scaled(*fields, scratch.lost, strided(scratch.dout))
 
 
 def padded_blocks(problem: Problem, sizes: Sizes) -> int:
@@ -347,16 +347,16 @@ def run_dbias(plan: Plan, tensors: tuple[Tensor, ...], args: tuple) -> Launched 
 
 
 def run_rest(
-    problem: Problem, plan: Plan, saved: Saved, rest: Tensor | None, groups: tuple
+    problem: Problem, plan: Plan, saved: Saved, lost: Tensor | None, groups: tuple
 ) -> list[Launched | None]:
     """What the lse of large scores has lost, where a bias or a score function may make such."""
-    if rest is None:
+    if lost is None:
         return []
     q, sizes = saved.q, groups[1]
     tile = plan.edge._replace(BLOCK_M=64, BLOCK_N=64)  # no larger than a block mask's
     blocks = triton.cdiv(q.shape[1], tile.BLOCK_M) + sizes.packed
     programs = blocks * q.shape[0] * q.shape[2]
-    args = *map(strided, (q, saved.k, saved.v)), saved.lse, rest, *groups
+    args = *map(strided, (q, saved.k, saved.v)), saved.lse, lost, *groups
     constants, options = (plan.features, tile), dict(num_warps=8, num_stages=1)
     return [_run(attn_bwd_rest_kernel, programs, args, constants, q.device, options)]
 

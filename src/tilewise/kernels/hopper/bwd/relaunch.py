@@ -35,10 +35,10 @@ class Scratch(NamedTuple):
     stats: Any  # (batch, nheads, 2, padded)
     delta: Any  # as lse, where the gradient of the bias takes a kernel; else None
     dq_semaphore: Any  # (batch, nheads, m_blocks, 2), int32, the semaphores of ordered accumulation
-    rest: Any  # as lse: what that has lost, where a bias or a score function adds to scores
+    lost: Any  # as lse: what that has lost, where a bias or a score function adds to scores
     parts: Any  # (batch, nheads, m_blocks) of the gradient of the sinks
     ds: Any  # (batch, nheads, seqlen_q, padded seqlen_k), where a sum of it is the bias' gradient
-    dout: Any  # with `rest`, dO scaled by it
+    dout: Any  # with `lost`, dO scaled by it
 
 
 class Ready(NamedTuple):
@@ -48,7 +48,7 @@ class Ready(NamedTuple):
     device: int
     plan: Any
     shapes: Scratch
-    starts: list[int | None]  # of dq to rest in one memory, in bytes
+    starts: list[int | None]  # of dq to `lost` in one memory, in bytes
     floats: int  # of that
     has_extras: bool
     before: list[Relaunch]
@@ -79,15 +79,15 @@ def shapes_of(problem: Problem, plan: Any, lse: Tensor, m_blocks: int, ds: tuple
 
 def make_scratch(problem: Problem, shapes: Scratch, lse: Tensor) -> Scratch:
     """The memory of one backward."""
-    dq, stats, delta, dq_semaphore, rest, *_ = shapes
+    dq, stats, delta, dq_semaphore, lost, *_ = shapes
     if delta is not None:
         delta = lse.new_empty(delta)
     if dq_semaphore is not None:
         dq_semaphore = lse.new_empty(dq_semaphore, dtype=torch.int32)
-    if rest is not None:
-        rest = lse.new_empty(rest)
-    both = lse.new_empty(dq), lse.new_empty(stats)
-    return Scratch(*both, delta, dq_semaphore, rest, *make_others(problem, shapes, lse))
+    if lost is not None:
+        lost = lse.new_empty(lost)
+    dq, stats = lse.new_empty(dq), lse.new_empty(stats)
+    return Scratch(dq, stats, delta, dq_semaphore, lost, *make_others(problem, shapes, lse))
 
 
 def make_others(problem: Problem, shapes: Scratch, lse: Tensor) -> tuple[Tensor | None, ...]:
@@ -129,7 +129,7 @@ def ready_of(
     the postprocessing ones. None where it may not be.
     """
     saved, extras, grads, scratch = tensors
-    n_before = 1 if scratch.rest is None else 2  # before the main kernel
+    n_before = 1 if scratch.lost is None else 2  # before the main kernel
     before, main, after = launches[:n_before], launches[n_before], launches[n_before + 1 :]
     args = main.args
     has_extras = any(x is not None for x in extras.tensors)
@@ -139,8 +139,8 @@ def ready_of(
     kernel = direct_of(main.compiled, main.programs)
     accumulated = pattern_of((args.dq, args.dq_semaphore), row)
     groups = args.heads_per_batch, args.queue, args.optionals, args.sizes, args.numbers
-    rest = pattern_of((*groups, plan.features, plan.tile), row)
-    if relaunches is None or kernel is None or accumulated is None or rest is None:
+    last_args = pattern_of((*groups, plan.features, plan.tile), row)
+    if relaunches is None or kernel is None or accumulated is None or last_args is None:
         return None
     operands = args.q, args.dout, args.k, args.v, args.stats, args.dk, args.dv
     pairs = [x for x in (args.bias, args.dbias) if x is not None]
@@ -148,21 +148,22 @@ def ready_of(
     shapes = Scratch(*(None if x is None else x.shape for x in scratch))
     of_grads, of_scratch = len(inputs), len(inputs) + len(grads)
     dout = 0 if scratch.dout is None else of_scratch + Scratch._fields.index("dout")
-    places = 2, dout, 3, 4, of_scratch + 1, of_grads + 1, of_grads + 2
-    index = torch.cuda.current_device()
+    starts, floats = in_one(shapes)
     return Ready(
-        *(
-            problem,
-            index,
-            plan,
-            shapes,
-            *in_one(shapes),
-            has_extras,
-            relaunches[:n_before],
-            kernel,
-            described,
-        ),
-        *(places, accumulated, rest, relaunches[n_before:]),
+        problem,
+        device=torch.cuda.current_device(),
+        plan=plan,
+        shapes=shapes,
+        starts=starts,
+        floats=floats,
+        has_extras=has_extras,
+        before=relaunches[:n_before],
+        main=kernel,
+        described=described,
+        places=(2, dout, 3, 4, of_scratch + 1, of_grads + 1, of_grads + 2),
+        accumulated=accumulated,
+        args=last_args,
+        after=relaunches[n_before:],
     )
 
 
@@ -199,8 +200,8 @@ def relaunch_backward(
     if plan.tile.BIAS_COPIED:
         for_bias = of(7, extras.bias.data_ptr())
         for_dbias = for_dbias if target is None else of(8, target.data_ptr())
-    added, rest = ready.accumulated(row), ready.args(row)
-    ready.main(stream, *q, *dout, *k, *v, *stats, *added, *dk, *dv, *for_bias, *for_dbias, *rest)
+    added, args = ready.accumulated(row), ready.args(row)
+    ready.main(stream, *q, *dout, *k, *v, *stats, *added, *dk, *dv, *for_bias, *for_dbias, *args)
     between.after_keys(grads)
     if target is not None:
         sum_scores(grads.dbias, ds)

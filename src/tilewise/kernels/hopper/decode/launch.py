@@ -114,14 +114,14 @@ def plan_of(
     if most is None:
         most = num_sms(q.device) if q.is_cuda else 4
     warpgroups = 1 if chunk else warpgroups_of(cached, batch, most)
-    asked = row_scales, warpgroups, rows_of(cached, batch, chunk)
-    tile = tile_of(problem, page_size, k.dtype, *asked)
+    counts = dict(row_scales=row_scales, warpgroups=warpgroups, rows=rows_of(cached, batch, chunk))
+    tile = tile_of(problem, page_size, kept=k.dtype, **counts)
     is_packed = extras.cu_seqlens_q is not None
     rows = q.shape[-3]
     reach = max(rows, room)
     numbers = numbers_of(cached.scalars, q[None] if is_packed else q, k)
-    left, right = (min(side, reach) for side in cached.scalars[2:4])
-    numbers = numbers._replace(left=left, right=right)
+    left, right = cached.scalars.left, cached.scalars.right
+    numbers = numbers._replace(left=min(left, reach), right=min(right, reach))
     tokens = tile.ROWS // problem.group
     queries = q.shape[:-2].numel()
     tiles = problem.nheads_k * (triton.cdiv(rows, tokens) * (1 if is_packed else batch))
@@ -156,8 +156,8 @@ def plan_of(
 
 def partials_of(q: Tensor, rows: int, headdim_v: int) -> States:
     """Room for so many rows of partial states."""
-    found = q.new_empty(rows * (headdim_v + 2), dtype=torch.float32)
-    return States(*found.split([rows * n for n in (headdim_v, 1, 1)]))
+    memory = q.new_empty(rows * (headdim_v + 2), dtype=torch.float32)
+    return States(*memory.split([rows * n for n in (headdim_v, 1, 1)]))
 
 
 def described(cached: Cached, tile: SplitPipeline) -> list[DescriptorFields | Strided]:
@@ -224,11 +224,11 @@ def step_of(
     if kernel is None:
         return None
     described = Descriptors(kernel, plan.args[1:3])
-    q, k, v, *others = [x for x in cached.tensors if x is not None]
+    q, k, v, *optionals = [x for x in cached.tensors if x is not None]
     gaps, operands, has_maps = described.opened([k.data_ptr(), v.data_ptr()])
     constants = plan.constants["FEATURES"], plan.constants["TILE"]
     args = plan.args[0], *operands, *plan.args[3:], *constants
-    row = q, *gaps, *others, out, lse, *plan.args[OUTPUT].partials, *plan.args[COUNTERS]
+    row = q, *gaps, *optionals, out, lse, *plan.args[OUTPUT].partials, *plan.args[COUNTERS]
     call = relaunch_of(kernel, args, row, has_maps)
     if call is None:
         return None

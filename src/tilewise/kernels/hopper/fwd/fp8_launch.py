@@ -82,7 +82,7 @@ class Fp8Relaunch(NamedTuple):
     moved: Callable[[int, int], Any]  # what of a descriptor moves, by its number, from an address
     has_extras: bool
     v_t_shape: torch.Size | None  # where the kernel writes V^T
-    words: int  # that the programs then share
+    counters: int  # that the programs then share
 
 
 class Fp8Forward:
@@ -119,10 +119,10 @@ class Fp8Forward:
             moved(3, out.data_ptr()),
         ]
         # Counters are held until the launch: those that a capture makes are the caller's
-        tiles, words = counter(q.device, device, stream), None
+        tiles, counters = counter(q.device, device, stream), None
         if values is not None:
-            words = counters_of(q.device, relaunch.words)
-            row += moved(4, values.data_ptr()), v_t.data_ptr(), words.data_ptr()
+            counters = counters_of(q.device, relaunch.counters)
+            row += moved(4, values.data_ptr()), v_t.data_ptr(), counters.data_ptr()
         row += addresses_of((lse, tiles, *given.scales, given.v_mean, given.v_drift))
         if relaunch.has_extras:
             row += addresses_of(extras.tensors)
@@ -137,14 +137,14 @@ class Fp8Forward:
             out.zero_()
             lse_of_nothing(lse, extras.sinks)
             return
-        read = readable(given)
-        is_copied = any(x is not y for x, y in zip(read[:3], given))
+        inputs = readable(given)
+        is_copied = any(x is not y for x, y in zip(inputs[:3], given))
         extras = distinct_extras(extras)
         values = given.v_t if self.transposes else None
         if values is not None:
-            read = read._replace(v_t=empty_values(values, None).view(FP8))
-        plan = plan_for(self.problem, read, extras, self.out_dtype, self.transposes)
-        args = arguments(self.problem, plan, read, values, extras, self.scalars, out, lse)
+            inputs = inputs._replace(v_t=empty_values(values, None).view(FP8))
+        plan = plan_for(self.problem, inputs, extras, self.out_dtype, self.transposes)
+        args = arguments(self.problem, plan, inputs, values, extras, self.scalars, out, lse)
         constants = dict(FEATURES=plan.features, TILE=plan.tile, num_warps=4)
         device = given.q.device
         if emulator_seed() is not None and device.type == "cpu":
@@ -168,15 +168,15 @@ def how_to_relaunch(
     """
     if kernel is None:
         return None
-    read = [x for x in args[:5] if x is not None]
-    described = Descriptors(kernel, read)
-    gaps, operands, has_maps = described.opened([x.base.data_ptr() for x in read])
+    fields = [x for x in args[:5] if x is not None]
+    described = Descriptors(kernel, fields)
+    gaps, operands, has_maps = described.opened([x.base.data_ptr() for x in fields])
     row: list[Any] = [*gaps]
-    transposing, v_t_shape, words = args.transposing, None, 0
+    transposing, v_t_shape, counters = args.transposing, None, 0
     if transposing is None:
         operands.append(None)
     else:
-        v_t_shape, words = transposing.v_t.shape, READY.value + transposing.blocks
+        v_t_shape, counters = transposing.v_t.shape, READY.value + transposing.blocks
         row += transposing[:2]
     row += args.lse, args.queue.counter, *args.scales[:5]
     has_extras = any(x is not None for x in extras.tensors)
@@ -185,7 +185,7 @@ def how_to_relaunch(
     if call is None:
         return None
     moved = described.moved if isinstance(call, Packed) else described.first
-    return Fp8Relaunch(call, moved, has_extras, v_t_shape, words)
+    return Fp8Relaunch(call, moved, has_extras, v_t_shape, counters)
 
 
 def arguments(
@@ -233,11 +233,11 @@ def transposing_of(v_t: Tensor, plan: Fp8Plan, l2_group: int) -> Transposing:
     batch, nheads_k, _, columns = v_t.shape
     heads, levels = batch * nheads_k, columns // COLUMNS
     # Not the object that is the counter of tiles, too, where a captured graph has one of both
-    words = counters_of(v_t.device, READY.value + heads * levels).detach()
+    counters = counters_of(v_t.device, READY.value + heads * levels).detach()
     width = l2_group if plan.tile.PACK > 1 else max(1, l2_group // plan.features.GROUP)
     pieces = COLUMNS // transpose.piece_keys(plan.tile.BLOCK_DV)
     numbers = heads * levels, levels, nheads_k, heads, width, pieces
-    return Transposing(v_t.view(torch.uint8), words, *numbers)
+    return Transposing(v_t.view(torch.uint8), counters, *numbers)
 
 
 def readable(given: Quantized) -> Quantized:

@@ -157,7 +157,7 @@ class Forward:
         """
         if out.numel() == 0 and lse.numel() == 0:
             return
-        given = k, v
+        caller_k, caller_v = k, v
         if k.shape[1] == 0:  # no keys: a descriptor of no rows is invalid
             if not self.problem.is_packed:
                 out.zero_()
@@ -184,7 +184,7 @@ class Forward:
             constants["launch_pdl"] = bool(chunk)  # whether it runs beside the launch before
             compiled = first_launch(hopper_fwd_kernel, programs, *checked(args), **constants)
             device = torch.cuda.current_device()
-        if given[0] is k and given[1] is v:  # neither copied nor replaced
+        if caller_k is k and caller_v is v:  # neither copied nor replaced
             kernel = direct_of(compiled, programs)
             self.relaunch, self.device = relaunch_of(kernel, plan, args, extras), device
 
@@ -203,9 +203,9 @@ def relaunch_of(
     pattern = pattern_of(between, row)
     if kernel is None or pattern is None:
         return None
-    read = [x for x in (args.q, args.k, args.v, args.out, args.bias) if x is not None]
+    fields = [x for x in (args.q, args.k, args.v, args.out, args.bias) if x is not None]
     constants = plan.features, plan.tile
-    return ForwardRelaunch(kernel, Descriptors(kernel, read), pattern, has_extras, constants)
+    return ForwardRelaunch(kernel, Descriptors(kernel, fields), pattern, has_extras, constants)
 
 
 def arguments(

@@ -75,9 +75,9 @@ class RunsForward:
         arrives meanwhile.
         """
         q = q if aligned(q) else in_own_memory(q)
-        found = self.again(q, k.data_ptr(), v.data_ptr(), extras[:2], words)
-        if found is not None:
-            return found
+        outputs = self.again(q, k.data_ptr(), v.data_ptr(), extras[:2], words)
+        if outputs is not None:
+            return outputs
         out, lse = empty_out(self.problem, q)
         if self.walk.runs:
             self._first(q, k, v, out, lse, distinct_extras(extras), words, limit, beside)
