@@ -24,9 +24,9 @@ AT_MOST = {
     "dispatchers": 1,
     "check files": 6,
     # Plain English
-    "calls with *x per 1,000 lines": 9.33,
+    "calls with *x per 1,000 lines": 9.31,
     "calls with a tuple's *": 15,
-    "vague locals": 159,
+    "vague locals": 88,
     "docstrings without a subject": 0,
     "files over 300 lines": 23,
     "functions over 120 lines": 1,

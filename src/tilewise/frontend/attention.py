@@ -257,9 +257,9 @@ def attention(
         unserved |= dict(block_mask=block_mask, score_mod=score_mod, dropout_p=dropout_p or None)
         refuse("cached", **unserved)
         check_backend(backend)
-        read = q, k, v, page_table, seqused_k, cu_seqlens_q, alibi_slopes, sinks, *descales
+        cache_tensors = q, k, v, page_table, seqused_k, cu_seqlens_q, alibi_slopes, sinks, *descales
         cached = check_cached(
-            NO_CACHE.of_tensors(read)._replace(
+            NO_CACHE.of_tensors(cache_tensors)._replace(
                 backend=backend, entry=entry, longest=longest_of(max_seqlen_q)
             ),
             causal=causal,
@@ -282,14 +282,14 @@ def attention(
     q, k, v = in_order(q, k, v, layout, is_packed)
     if dropout_p and dropout_rng is None:
         dropout_rng = draw_rng(q.device)
-    sides = band(window, causal is not False)
+    limits = band(window, causal is not False)
     sizes = sizes_of(q, k, cu_seqlens_q)
     block_mask = block_mask_of(block_mask)
-    check_block_mask(block_mask, sizes, is_packed, sides != (OPEN, OPEN))
+    check_block_mask(block_mask, sizes, is_packed, limits != (OPEN, OPEN))
     positions = *lengths, alibi_slopes, bias, mask_mod, score_mod, dropout_p or None
     documents, batch = documents_in(block_mask, q, k, v, positions), q.shape[0]
     if documents is not None:
-        block_mask, sides = None, band(None, documents.causal)
+        block_mask, limits = None, band(None, documents.causal)
         if documents.are_many:
             if batch > 1:
                 q, k, v = (x.flatten(0, 1)[None] for x in (q, k, v))
@@ -302,7 +302,7 @@ def attention(
         *(q, k, v),
         extras=extras,
         numbers=(scale, softcap, dropout_p),
-        window=(align, *sides),
+        window=(align, *limits),
         deterministic=deterministic,
         backend=backend,
         mods=modifiers.mods,

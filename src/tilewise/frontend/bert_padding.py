@@ -46,12 +46,12 @@ def unpad_input(
         ArgumentError: an argument is wrong.
     """
     _check_mask("attention_mask", attention_mask, hidden_states)
-    kept = attention_mask
+    mask = attention_mask
     if unused_mask is not None:
         _check_mask("unused_mask", unused_mask, hidden_states)
-        kept = attention_mask + unused_mask
+        mask = attention_mask + unused_mask
     used = attention_mask.sum(-1, dtype=torch.int32)
-    return *_packed(hidden_states, kept, kept.sum(-1, dtype=torch.int32)), used
+    return *_packed(hidden_states, mask, mask.sum(-1, dtype=torch.int32)), used
 
 
 def unpad_input_for_concatenated_sequences(
@@ -79,8 +79,8 @@ def unpad_input_for_concatenated_sequences(
     """
     lengths = attention_mask_in_length
     _check_mask("attention_mask_in_length", lengths, hidden_states)
-    kept = torch.arange(lengths.shape[1], device=lengths.device) < lengths.sum(-1, keepdim=True)
-    return _packed(hidden_states, kept, lengths[lengths != 0].int())
+    mask = torch.arange(lengths.shape[1], device=lengths.device) < lengths.sum(-1, keepdim=True)
+    return _packed(hidden_states, mask, lengths[lengths != 0].int())
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
@@ -202,7 +202,7 @@ def _check_mask(name: str, mask: Tensor, hidden_states: Tensor) -> None:
 def _check_indices(indices: Tensor) -> None:
     is_tensor = isinstance(indices, Tensor)
     if not is_tensor or indices.dim() != 1 or indices.dtype not in (torch.int64, torch.int32):
-        what = repr(indices)
+        shown = repr(indices)
         if is_tensor:
-            what = f"a {indices.dtype} tensor of shape {tuple(indices.shape)}"
-        raise ArgumentError(f"indices is {what}: it must be int64 or int32, of one dimension")
+            shown = f"a {indices.dtype} tensor of shape {tuple(indices.shape)}"
+        raise ArgumentError(f"indices is {shown}: it must be int64 or int32, of one dimension")

@@ -144,8 +144,8 @@ def _check_shapes(shapes: list[Shape], enable_gqa: bool, words: Words) -> None:
             "heads"
         )
     if wrong:
-        what, remedy = wrong.split(": ")
-        raise ArgumentError(f"{what} ({_said(shapes, words)}): {remedy}")
+        fault, remedy = wrong.split(": ")
+        raise ArgumentError(f"{fault} ({_said(shapes, words)}): {remedy}")
 
 
 def _said(shapes: list[Shape], words: Words) -> str:

@@ -58,7 +58,7 @@ def check_cached(
             f"causal={causal!r} with a cache: the queries are the last ones of their sequence, so "
             "it must be False, True or 'bottom_right'"
         )
-    sides = band(window, causal is not False)
+    limits = band(window, causal is not False)
     _check_lengths(q, k, page_table, extras)
     batch = batch_of(q, cu_seqlens_q)
     modifiers = modifiers_of(mask_mod, None, None, (batch, q.shape[-2], 0, 0))
@@ -71,7 +71,7 @@ def check_cached(
         check_device("mask_mod has a tensor", x, "q", q, " (Mask.to)", verb="")
     k_descale = check_descale("k_descale", cached.k_descale, ("k", k), batch, layout)
     v_descale = check_descale("v_descale", cached.v_descale, ("v", v), batch, layout)
-    scalars = Scalars(*check_numbers(scale, softcap, q.shape[-1], q.dtype), *sides)
+    scalars = Scalars(*check_numbers(scale, softcap, q.shape[-1], q.dtype), *limits)
     cached = cached._replace(q=q, k=k, v=v, k_descale=k_descale, v_descale=v_descale)
     cached = cached._replace(extras=extras, scalars=scalars, mask=modifiers.mods.mask)
     cached = cached._replace(split_size=check_split_size(split_size, q.shape[-2] // k.shape[2]))
@@ -247,23 +247,24 @@ def check_descale(
     if x is None:
         return None
     check_tensor(name, x)
-    of, kept = cache
-    if kept.dtype not in LIMITS:
+    of, stored = cache
+    if stored.dtype not in LIMITS:
         raise ArgumentError(
-            f"{name} with {of} of {kept.dtype}: only caches of {KINDS} have scales, so leave it out"
+            f"{name} with {of} of {stored.dtype}: only caches of {KINDS} have scales, so leave it "
+            "out"
         )
-    check_kind(name, x, kept, (torch.float32,), of)
-    nheads_k = kept.shape[2]
+    check_kind(name, x, stored, (torch.float32,), of)
+    nheads_k = stored.shape[2]
     ordered = x.transpose(1, 2) if layout == "bhsd" and x.dim() == 3 else x
-    shapes = [(), (nheads_k,), kept.shape[:-1]]
+    shapes = [(), (nheads_k,), stored.shape[:-1]]
     if batch is not None:
         shapes.insert(2, (batch, nheads_k))
     if tuple(ordered.shape) not in [tuple(shape) for shape in shapes]:
-        rows = tuple(kept.shape[:-1])
+        rows = tuple(stored.shape[:-1])
         rows = (rows[0], rows[2], rows[1]) if layout == "bhsd" else rows
-        asked = [*map(str, shapes[:-1]), f"{rows}, that of {of} without its last dimension"]
+        accepted = [*map(str, shapes[:-1]), f"{rows}, that of {of} without its last dimension"]
         raise ArgumentError(
-            f"{name} has shape {tuple(x.shape)}: it must be {' or '.join(asked)}; expand() it"
+            f"{name} has shape {tuple(x.shape)}: it must be {' or '.join(accepted)}; expand() it"
         )
     return ordered
 

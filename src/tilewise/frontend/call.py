@@ -74,10 +74,10 @@ def launch_step(
         return (fresh if layout == "bshd" else fresh.transpose(1, 2)) if out is None else out, lse
     if addresses is None:
         addresses = [x.data_ptr() for x in tensors if x is not None]
-    found: tuple[Tensor, Any] | None = step(tensors[:OUT], addresses, out, has_lse)
-    if found is None or out is not None or layout == "bshd":
-        return found
-    return found[0].transpose(1, 2), found[1]
+    results: tuple[Tensor, Any] | None = step(tensors[:OUT], addresses, out, has_lse)
+    if results is None or out is not None or layout == "bshd":
+        return results
+    return results[0].transpose(1, 2), results[1]
 
 
 def attend_cached(cached: Cached, out: Tensor | None, layout: str) -> tuple[Tensor, Tensor]:
@@ -95,8 +95,8 @@ def check_out(out: Tensor, cached: Cached, layout: str) -> Tensor:
     shape = (*cached.q.shape[:-1], cached.v.shape[3])
     ordered = out.transpose(1, 2) if layout == "bhsd" and out.dim() == 4 else out
     if tuple(ordered.shape) != tuple(shape):
-        asked = (shape[0], shape[2], shape[1], shape[3]) if layout == "bhsd" else shape
-        raise ArgumentError(f"out has shape {tuple(out.shape)}: it must be {tuple(asked)}")
+        expected = (shape[0], shape[2], shape[1], shape[3]) if layout == "bhsd" else shape
+        raise ArgumentError(f"out has shape {tuple(out.shape)}: it must be {tuple(expected)}")
     if out.dtype != cached.q.dtype or out.device != cached.q.device:
         raise ArgumentError(
             f"out is {out.dtype} on {out.device}: it must be {cached.q.dtype} on "
@@ -140,26 +140,26 @@ def call(
     if not needs_dispatcher and has_lazy(tensors):
         q, k, v, *optional = tensors = resolved(tensors)
         extras = extras_of(*optional)
-    asked: dict[str, Any] = dict(numbers=numbers[:2], align=window[0], window=window[1:], mods=mods)
-    asked |= dict(deterministic=deterministic, dropout_p=numbers[2], is_long=is_long)
+    options: Any = dict(numbers=numbers[:2], align=window[0], window=window[1:], mods=mods)
+    options |= dict(deterministic=deterministic, dropout_p=numbers[2], is_long=is_long)
     if entry is None and not needs_dispatcher and may_keep(numbers):
         flags = deterministic, mods, is_long, backend
         entry = entry_of(tensors, *numbers, *window, *flags)
-    known = None if entry is None else entry.call  # a compiler would watch the table
-    if known is None:
-        known = check(q, k, v, extras=extras, words=words, **asked)
-        known.backend = backend
-        known.needs_grad = not needs_dispatcher and ops.needs_grad(*tensors)
+    checked = None if entry is None else entry.call  # a compiler would watch the table
+    if checked is None:
+        checked = check(q, k, v, extras=extras, words=words, **options)
+        checked.backend = backend
+        checked.needs_grad = not needs_dispatcher and ops.needs_grad(*tensors)
         if entry is not None:
-            entry.call = known
-    if known.has_extras:
+            entry.call = checked
+    if checked.has_extras:
         check_values(q, k, extras, words)
     if not needs_dispatcher and os.environ.get("TILEWISE_CHECK") == "1":
-        if words.order and words is not HEADS_FIRST and not known.problem.is_packed:
+        if words.order and words is not HEADS_FIRST and not checked.problem.is_packed:
             warn_of_order(q, k, v, words)
         if q.device.type != "cpu":
-            check_scores(q, k, known.scalars.scale, known.scalars.softcap, words)
-    return ops.attention(known, q, k, v, extras, needs_dispatcher)
+            check_scores(q, k, checked.scalars.scale, checked.scalars.softcap, words)
+    return ops.attention(checked, q, k, v, extras, needs_dispatcher)
 
 
 def may_keep(numbers: tuple[float | None, float | None, float]) -> bool:

@@ -168,11 +168,11 @@ def check_starts(
     """Where packed sequences begin; there may be more rows behind the last. With `nheads` rows the
     dimensions may have another order.
     """
-    found = starts.tolist()
-    if found[0] != 0 or found[-1] > total or any(a > b for a, b in itertools.pairwise(found)):
+    values = starts.tolist()
+    if values[0] != 0 or values[-1] > total or any(a > b for a, b in itertools.pairwise(values)):
         raise ArgumentError(
-            f"{name}={found}: it must begin with 0, never decrease, and end with at most the "
-            f"number of packed {rows}, {total}{f'; {words.order}' if found[-1] == nheads else ''}"
+            f"{name}={values}: it must begin with 0, never decrease, and end with at most the "
+            f"number of packed {rows}, {total}{f'; {words.order}' if values[-1] == nheads else ''}"
         )
 
 

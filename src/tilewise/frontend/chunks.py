@@ -40,7 +40,7 @@ def chunk_band(chunk: int, sides: tuple[int, int]) -> tuple[int, int]:
     """A band, which no chunk reaches beyond."""
     if not chunk:
         return sides
-    left, right = (chunk - 1 if side == OPEN else min(side, chunk - 1) for side in sides)
+    left, right = (chunk - 1 if n == OPEN else min(n, chunk - 1) for n in sides)
     return left, right
 
 

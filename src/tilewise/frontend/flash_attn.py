@@ -319,8 +319,8 @@ def _rng(dropout_p: float, q: Tensor) -> Tensor | None:
 
 
 def _window(window_size: Window, causal: bool, chunk: int) -> tuple[str, int, int]:
-    sides = band(window_size, _flag(causal), "window_size")
-    return "bottom_right", *chunk_band(chunk, sides)
+    limits = band(window_size, _flag(causal), "window_size")
+    return "bottom_right", *chunk_band(chunk, limits)
 
 
 def _check_hints(num_splits: int, pack_gqa: bool | None) -> None:

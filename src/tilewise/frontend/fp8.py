@@ -150,8 +150,8 @@ def _of_raw(q: Any, k: Any, v: Any, given: Arguments, is_packed: bool, is_new: b
 def ones_of(k: Tensor, sequences: int) -> Tensor:
     """Scales of 1: on a GPU without a launch of their own."""
     count = sequences * k.shape[2]
-    if k.is_cuda and not needs_dispatcher(k) and (found := ones(count, k.device)) is not None:
-        return found.view(sequences, k.shape[2])
+    if k.is_cuda and not needs_dispatcher(k) and (filled := ones(count, k.device)) is not None:
+        return filled.view(sequences, k.shape[2])
     return k.new_ones(sequences, k.shape[2], dtype=torch.float32)
 
 

@@ -113,10 +113,10 @@ def check_quantized(x: Quantized, sequences: int) -> None:
             )
     if shape[3] not in allowed:
         named.append(("v_t", x.v_t, (*shape[:3], columns_of(total))))
-    for name, t, asked in named:
-        if t is not None and tuple(t.shape) != asked:
+    for name, t, expected in named:
+        if t is not None and tuple(t.shape) != expected:
             raise ArgumentError(
-                f"{name} of a Quantized has shape {tuple(t.shape)} and this call needs {asked}: "
+                f"{name} of a Quantized has shape {tuple(t.shape)} and this call needs {expected}: "
                 "pass the same cu_seqlens_q and cu_seqlens_k to tilewise.quantize and "
                 "tilewise.attention"
             )

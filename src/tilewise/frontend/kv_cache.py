@@ -138,21 +138,21 @@ def flash_attn_with_kvcache(
     if has_one_table and isinstance(cache_seqlens, Tensor) and cache_seqlens.ndim == 1:
         tensors = q, k_cache, v_cache, place, cache_seqlens, cu_seqlens_q
         tensors = *tensors, alibi_slopes, learnable_sink, *descales, out
-        words = "flash_attn_with_kvcache", causal, softmax_scale, softcap, return_softmax_lse
-        words = *words, attention_chunk, invariance.is_on, longest
+        plain = "flash_attn_with_kvcache", causal, softmax_scale, softcap, return_softmax_lse
+        plain = *plain, attention_chunk, invariance.is_on, longest
         if has_new:
             tensors = *tensors, k, v, rotary_cos, rotary_sin, cu_seqlens_k_new, rotary_seqlens
             tensors = *tensors, cache_batch_idx, cache_leftpad
-            words = "flash_attn_with_kvcache and new keys", rotary_interleaved, *words[1:]
+            plain = "flash_attn_with_kvcache and new keys", rotary_interleaved, *plain[1:]
         is_plain = qv is q_descale is None and type(attention_chunk) is int
         if is_plain and has_kernels and (has_new or not is_moved):
-            entry, addresses = find(tensors, words, window_size, checks_values=not has_new)
+            entry, addresses = find(tensors, plain, window_size, checks_values=not has_new)
         if entry is not None and entry.call is not None:
             names = "cache_seqlens", "block_table" if page_table is None else "page_table"
             options: Any = dict(has_lse=return_softmax_lse, names=names)
-            known = launch_step(entry.call, tensors, addresses, **options)
-            if known is not None:
-                return known if return_softmax_lse else known[0]
+            results = launch_step(entry.call, tensors, addresses, **options)
+            if results is not None:
+                return results if return_softmax_lse else results[0]
     for name, x in (("qv", qv), ("q_descale", q_descale)):
         if x is not None:
             raise NotImplementedError(f"{name}: MLA and 8-bit q are not supported, so pass None")
@@ -185,7 +185,7 @@ def flash_attn_with_kvcache(
         place, names = cache_batch_idx.unsqueeze(1), (names[0], "cache_batch_idx")
     chunk = check_chunk(attention_chunk)
     window = chunk_band(chunk, band(window_size, causal, "window_size"))
-    read = last_read(q, cu_seqlens_q, window[0])
+    last_key = last_read(q, cu_seqlens_q, window[0])
     used, fewest = before, None
     if k is not None:
         if v is None:
@@ -199,7 +199,7 @@ def flash_attn_with_kvcache(
         elif knows_values(new):
             fewest = new.tolist()
     check_reach(
-        k_cache, place, before if used is None else used, names=names, least=fewest, read=read
+        k_cache, place, before if used is None else used, names=names, least=fewest, read=last_key
     )
     inner = keep = None
     if k is not None and v is not None:
@@ -308,10 +308,10 @@ def flash_attn_combine(
     state = split_kv.empty_state(acc_o.new_zeros(acc_o.shape[1:]))
     for part in zip(m_i, has_keys.to(exact), acc_o):
         state = split_kv.fold(state, split_kv.State(*part))
-    found, lse = split_kv.finish(state)
+    merged, lse = split_kv.finish(state)
     if out is not None:
-        return out.copy_(found), lse
-    return found.to(out_partial.dtype if out_dtype is None else out_dtype), lse
+        return out.copy_(merged), lse
+    return merged.to(out_partial.dtype if out_dtype is None else out_dtype), lse
 
 
 def varlen_of_pages(
@@ -347,12 +347,12 @@ def _attend(
     """
     addresses = None
     if mask_mod is None and entry is None:
-        words = "cache", causal, scale, softcap, invariance.is_on, longest
-        entry, addresses = find(tensors, words, window, checks_values=True)
+        plain = "cache", causal, scale, softcap, invariance.is_on, longest
+        entry, addresses = find(tensors, plain, window, checks_values=True)
     if entry is not None and entry.call is not None:
-        known = launch_step(entry.call, tensors, addresses, True)
-        if known is not None:
-            return known
+        results = launch_step(entry.call, tensors, addresses, True)
+        if results is not None:
+            return results
     cached = NO_CACHE.of_tensors(tensors[:OUT])._replace(entry=entry, longest=longest)
     options: Any = dict(causal=causal, scale=scale, window=window, softcap=softcap)
     return attend_cached(check_cached(cached, mask_mod=mask_mod, **options), tensors[OUT], "bshd")

@@ -51,18 +51,18 @@ def check_tensors(
             f"{words.q}.dtype is {q.dtype}: it must be float16, bfloat16, float32 or (on the CPU) "
             f"float64, so cast {', '.join(words[:2])} and {words.v}"
         )
-    for what, dim, (name1, x1), (name2, x2) in (
+    for size_name, dim, (name1, x1), (name2, x2) in (
         ("seqlen", 1, (words.k, k), (words.v, v)),
         ("heads", 2, (words.k, k), (words.v, v)),
         ("headdim", 3, (words.q, q), (words.k, k)),
     ):
-        sizes = [f"{what} {x.shape[dim]}" for x in (x1, x2)]
-        if what == "heads":
+        sizes = [f"{size_name} {x.shape[dim]}" for x in (x1, x2)]
+        if size_name == "heads":
             sizes = [f"{x1.shape[dim]} heads", f"{x2.shape[dim]}"]
         if x1.shape[dim] != x2.shape[dim]:
             raise ArgumentError(
                 f"{name1} has {sizes[0]} and {name2} has {sizes[1]} ({shapes}): they must be equal"
-                f"{'' if what == 'headdim' else _order(q, k, v, words)}"
+                f"{'' if size_name == 'headdim' else _order(q, k, v, words)}"
             )
     if k.shape[2] == 0 or q.shape[2] % k.shape[2] or q.shape[2] == 0:
         raise ArgumentError(

@@ -97,12 +97,12 @@ def quantize(
     is_packed = cu_seqlens_q is not None or cu_seqlens_k is not None
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     is_three = isinstance(scales, (tuple, list)) and len(scales) == 3
-    given = tuple(scales) if is_three and scales is not None else (None, None, None)
+    own_scales = tuple(scales) if is_three and scales is not None else (None, None, None)
     turning = rotary if type(rotary) is Rotary else (None, None, None)
-    words = "quantize", rotate, smooth, layout, is_three, rotary is turning, turning[2]
+    plain = "quantize", rotate, smooth, layout, is_three, rotary is turning, turning[2]
     entry = None
     if (scales is None or is_three) and (rotary is None or rotary is turning):
-        entry, _ = find((q, k, v, *given, *lengths, *turning[:2]), words)
+        entry, _ = find((q, k, v, *own_scales, *lengths, *turning[:2]), plain)
     call = None if entry is None else entry.call
     if call is None:
         call = ops.CallQuantize(_steps(rotate, smooth))
@@ -119,15 +119,15 @@ def quantize(
     else:
         q, k, v = in_order(q, k, v, layout, is_packed)
     sequences = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
-    known = _scales(scales, k, sequences)
-    check_signs(zip(("scales.q", "scales.k"), known))
+    checked_scales = _scales(scales, k, sequences)
+    check_signs(zip(("scales.q", "scales.k"), checked_scales))
     source = Source(q, k, v, call.steps.rotate, rotary) if needs_grad(q, k, v) else None
     with torch.no_grad():
         inputs = q.detach(), k.detach(), v.detach()
-        found = ops.quantize(call, inputs, known, lengths, rotary)
+        quantized = ops.quantize(call, inputs, checked_scales, lengths, rotary)
     if is_packed:
-        found = found._replace(q=found.q[0], k=found.k[0], v_t=found.v_t[0])
-    return Quantized(*found[:7], source)  # Dynamo of torch 2.11 returns no tuple of `_replace`
+        quantized = quantized._replace(q=quantized.q[0], k=quantized.k[0], v_t=quantized.v_t[0])
+    return Quantized(*quantized[:7], source)  # Dynamo of torch 2.11 returns no tuple of `_replace`
 
 
 def _steps(rotate: Any, smooth: Any) -> Steps:
@@ -166,11 +166,11 @@ def _scales(scales: Any, k: Tensor, sequences: int) -> ops.Given:
         raise ArgumentError(
             f"scales={scales!r}: it must be a tuple of three, for q, k and v, each a tensor or None"
         )
-    found = []
+    checked = []
     for name, x in zip(Scales._fields, scales):
         if isinstance(x, Tensor) and x.requires_grad:
             raise NotImplementedError(
                 f"scales.{name}.requires_grad: scales have no gradient; detach() it"
             )
-        found.append(None if x is None else descale(f"scales.{name}", x, k, sequences))
-    return found[0], found[1], found[2]
+        checked.append(None if x is None else descale(f"scales.{name}", x, k, sequences))
+    return checked[0], checked[1], checked[2]

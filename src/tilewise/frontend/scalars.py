@@ -146,7 +146,7 @@ def check_window(window: Any, name: str) -> tuple[int, int]:
             f"{name}={window!r}: it must be a pair (left, right) of ints, each None or -1 for no "
             "limit"
         )
-    left, right = (OPEN if side is None else as_int(side) for side in pair)
+    left, right = (OPEN if n is None else as_int(n) for n in pair)
     if left is None or right is None:
         raise ArgumentError(
             f"{name}={tuple(pair)!r}: its sides must be ints, None or -1 for no limit"

@@ -103,16 +103,16 @@ def with_lse(
     the batch that dimensions before them make.
     """
     if shards.contexts and shards.is_sharded():
-        given = attn_mask, dropout_p, is_causal, scale, enable_gqa
-        return sharded.sdpa((query, key, value), *given, WORDS)
+        flags = attn_mask, dropout_p, is_causal, scale, enable_gqa
+        return sharded.sdpa((query, key, value), *flags, WORDS)
     is_deterministic = torch.are_deterministic_algorithms_enabled()
     entry = None
     if attn_mask is None and type(dropout_p) in (int, float) and dropout_p == 0:
-        words = "sdpa", is_causal, scale, enable_gqa, is_deterministic
-        entry, _ = find((query, key, value), words)
+        plain = "sdpa", is_causal, scale, enable_gqa, is_deterministic
+        entry, _ = find((query, key, value), plain)
         if entry is not None and entry.call is not None:
             return launch(entry.call, query, key, value, (), "bhsd")
-    given = query, key, value
+    inputs = query, key, value
     is_causal = check_flag("is_causal", is_causal)
     has_gqa = check_flag("enable_gqa", enable_gqa)
     x = batched(query, key, value, has_gqa, WORDS)
@@ -129,7 +129,7 @@ def with_lse(
     rng = draw_rng(x.query.device) if check_dropout(dropout_p) else None
     bias, modifiers = _masked_by(attn_mask, x)
     query, scale = with_positive_scale(x.query, scale, WORDS)
-    if not all(a is b for a, b in zip(given, (query, x.key, x.value))):
+    if not all(a is b for a, b in zip(inputs, (query, x.key, x.value))):
         entry = None  # what is launched are others
     out, lse = call(
         *(query.transpose(1, 2), x.key.transpose(1, 2), x.value.transpose(1, 2)),

@@ -43,9 +43,9 @@ def append(new: Append, entry: Entry | None = None) -> None:
                 "dimension into the batch, or call it once per element"
             )
     if needs_dispatcher(*tensors, *new[-2:]):
-        read = [None if by_row(x) else x for x in new[-2:]]
-        written = [x if by_row(x) else None for x in new[-2:]]
-        torch.ops.tilewise.flash_attn_cache_append(*tensors, turned[2], *read, *written)
+        by_head = [None if by_row(x) else x for x in new[-2:]]
+        by_key = [x if by_row(x) else None for x in new[-2:]]
+        torch.ops.tilewise.flash_attn_cache_append(*tensors, turned[2], *by_head, *by_key)
     else:
         _run_append(new, entry)
 

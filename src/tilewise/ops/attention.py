@@ -158,11 +158,11 @@ def _differentiated(call: Call, saved: Saved, tensors: Sequence[Tensor | None]) 
             "is_grads_batched or vectorize=True: torch's old vmap cannot map attention's backward; "
             "use torch.func.jacrev, or torch.func.vmap of torch.func.vjp"
         )
-    given = call, *saved, *extras_of(*tensors).tensors
+    arguments = call, *saved, *extras_of(*tensors).tensors
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         # create_graph or a functorch transform: the gradients are to be differentiated in turn.
-        return Grads(*_AttentionBackward.apply(*given))
-    return Grads(*_AttentionBackward.forward(*given))
+        return Grads(*_AttentionBackward.apply(*arguments))
+    return Grads(*_AttentionBackward.forward(*arguments))
 
 
 def _of_inputs(
@@ -274,8 +274,8 @@ class _AttentionBackward(Once):
         saved, extras = Saved(*tensors[:SAVED_TENSORS]), extras_of(*tensors[SAVED_TENSORS:])
         if needs_dispatcher(*saved[:5]) or _is_transformed():
             register_late()
-            given = *saved, *extras.arguments
-            return torch.ops.tilewise.flash_attn_backward(*given, *options_of(call))
+            inputs = *saved, *extras.arguments
+            return torch.ops.tilewise.flash_attn_backward(*inputs, *options_of(call))
         return _filled(run_backward(call, saved, extras), saved.q)
 
     @staticmethod

@@ -45,11 +45,11 @@ def _autocast_rule(key: str):
         torch._C.DispatchKey.AutocastCUDA
     )
 
-    def forward(q, k, v, *rest):
+    def forward(q, k, v, *options):
         q, k, v = autocast(q, k, v)
-        rest = (*rest[:BIAS], cast_bias(rest[BIAS], q), *rest[BIAS + 1 :])
+        options = (*options[:BIAS], cast_bias(options[BIAS], q), *options[BIAS + 1 :])
         with torch._C._ExcludeDispatchKeyGuard(keys):
-            return torch.ops.tilewise.flash_attn_forward(q, k, v, *rest)
+            return torch.ops.tilewise.flash_attn_forward(q, k, v, *options)
 
     LIBRARY.impl("flash_attn_forward", forward, key)
 

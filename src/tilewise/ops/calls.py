@@ -53,13 +53,13 @@ def _entry(*signature: Hashable) -> Entry:
 
 
 def find(
-    tensors: Sequence[Any], words: tuple[Any, ...], window: Any = None, checks_values: bool = False
+    tensors: Sequence[Any], plain: tuple[Any, ...], window: Any = None, checks_values: bool = False
 ) -> tuple[Entry | None, list[int] | None]:
     """The entry of a call's arguments, q, k and v first among its tensors, and, where they were
-    read for that, the addresses of those that are not None. `words` are as many in every call of a
-    function, which is the first of them. No entry where autocast is on, a number may change, the
-    call needs the dispatcher, or lengths on a CPU are to be read, unless the caller `checks_values`
-    of a call that is found.
+    read for that, the addresses of those that are not None. `plain` are the other arguments, as
+    many in every call of a function, whose name is the first. No entry where autocast is on, a
+    number may change, the call needs the dispatcher, or lengths on a CPU are to be read, unless the
+    caller `checks_values` of a call that is found.
     """
     if (
         torch.compiler.is_compiling()
@@ -67,17 +67,17 @@ def find(
         or _environment.get(_CHECK) in ("1", b"1")
     ):
         return NOT_FOUND
-    kinds = tuple(map(type, words))
+    kinds = tuple(map(type, plain))
     if type(window) is tuple:  # nested, so that no side stands for an argument
-        words, kinds = (words, window), (kinds, tuple(map(type, window)))
+        plain, kinds = (plain, window), (kinds, tuple(map(type, window)))
         are_plain = KEY_TYPES.issuperset(kinds[0]) and KEY_TYPES.issuperset(kinds[1])
     else:
-        words, kinds = (*words, window), (*kinds, type(window))
+        plain, kinds = (*plain, window), (*kinds, type(window))
         are_plain = KEY_TYPES.issuperset(kinds)
     key = None
     try:
         key = tensors[0].numel(), tensors[1].numel(), torch.is_grad_enabled()
-        key = *key, kinds, tuple(map(type, tensors)), words
+        key = *key, kinds, tuple(map(type, tensors)), plain
         guard = known_guards.get(key)
         if guard is not None and (recalled := guard.recall(tensors)) is not None:
             return recalled
@@ -99,7 +99,7 @@ def find(
     q = tensors[0]
     if q is None:
         return NOT_FOUND
-    entry = entry_of(tensors, words, kinds)
+    entry = entry_of(tensors, plain, kinds)
     if entry is not None and key is not None and q.device.type not in UNGUARDED:
         remember(key, tensors, entry)
     return entry, None

@@ -53,8 +53,8 @@ def gradients(
     if wanted:
         differentiable = torch.is_grad_enabled() and not torch.compiler.is_compiling()
         compute = _CapturedGrads.apply if differentiable else _CapturedGrads.forward
-        found = compute(call, wanted, *saved, *extras.tensors)
-        for i, grad in zip(wanted, found):
+        computed = compute(call, wanted, *saved, *extras.tensors)
+        for i, grad in zip(wanted, computed):
             grads[first + i] = grad
     return tuple(grads)
 
@@ -64,9 +64,9 @@ class _CapturedGrads(Once):
 
     @staticmethod
     def forward(call, wanted, *tensors):
-        given = *tensors[:SAVED_TENSORS], *extras_of(*tensors[SAVED_TENSORS:]).arguments
+        inputs = *tensors[:SAVED_TENSORS], *extras_of(*tensors[SAVED_TENSORS:]).arguments
         return tuple(
-            torch.ops.tilewise.flash_attn_captured_grads(*given, *options_of(call), wanted)
+            torch.ops.tilewise.flash_attn_captured_grads(*inputs, *options_of(call), wanted)
         )
 
     @staticmethod
@@ -120,13 +120,12 @@ def _fake(*args):
 
 def _vmap(info, in_dims, *args):
     *args, wanted = args
-    tensors, rest = flat(tuple(args), SAVED_TENSORS)
+    tensors, options = flat(tuple(args), SAVED_TENSORS)
 
     def differentiate(*tensors):
-        given, extras = tensors[:SAVED_TENSORS], extras_of(*tensors[SAVED_TENSORS:])
-        return tuple(
-            torch.ops.tilewise.flash_attn_captured_grads(*given, *extras.arguments, *rest, wanted)
-        )
+        saved, extras = tensors[:SAVED_TENSORS], extras_of(*tensors[SAVED_TENSORS:])
+        compute = torch.ops.tilewise.flash_attn_captured_grads
+        return tuple(compute(*saved, *extras.arguments, *options, wanted))
 
     dims = flat(tuple(in_dims[:-1]), SAVED_TENSORS)[0]
     grads, out_dims = batching.one_by_one(differentiate, info.batch_size, dims, tensors)

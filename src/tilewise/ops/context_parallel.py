@@ -59,11 +59,11 @@ def innermost() -> Any:
     return contexts[-1]
 
 
-def of_shards(**asked: Any) -> Any:
+def of_shards(**arguments: Any) -> Any:
     """What the innermost context's attention gives."""
     # Where a compiler breaks its graph in a function, the locals of that have names of its own
-    asked = {name: x for name, x in asked.items() if not name.startswith("__")}
-    return contexts[-1](**asked)
+    arguments = {name: x for name, x in arguments.items() if not name.startswith("__")}
+    return contexts[-1](**arguments)
 
 
 def refuse_shards() -> None:

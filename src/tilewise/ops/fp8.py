@@ -221,10 +221,10 @@ class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, x: Quantized, extras: Extras, *tensors: Any):
         out, lse = _attend(call, x, extras, True)
-        kept = *x[:3], *x.scales, x.k_mean, x.v_mean
+        eight_bits = *x[:3], *x.scales, x.k_mean, x.v_mean
         is_rotated, rotary = (False, None) if x.source is None else x.source[3:]
         tables = (None, None, True) if rotary is None else rotary
-        ctx.save_for_backward(out, lse, *kept, *tables[:2], *extras.tensors)
+        ctx.save_for_backward(out, lse, *eight_bits, *tables[:2], *extras.tensors)
         ctx.set_materialize_grads(False)
         ctx.call, ctx.is_rotated, ctx.is_interleaved = call, is_rotated, tables[2]
         ctx.dtypes = [None if t is None else t.dtype for t in tensors]
@@ -264,21 +264,21 @@ def _differentiated(
     """The gradients of q, k and v, and of sinks where there are any. `is_rotated` and
     `is_interleaved` say how the source was quantised.
     """
-    out, lse, q, k, v_t, *rest = saved
-    scales, (cos, sin), extras = Scales(*rest[:3]), rest[5:7], extras_of(*rest[7:])
-    x = Quantized(q, k, v_t, scales, rest[3], rest[4])
+    out, lse, q, k, v_t, *optional = saved
+    scales, (cos, sin), extras = Scales(*optional[:3]), optional[5:7], extras_of(*optional[7:])
+    x = Quantized(q, k, v_t, scales, optional[3], optional[4])
     dout = torch.zeros_like(out) if dout is None else dout
     q, k, v = (t.bfloat16() for t in meant(x, is_rotated, extras))
     problem = call.problem._replace(dtype=torch.bfloat16)
-    kept = Saved(dout.bfloat16(), dlse, q, k, v, out.bfloat16(), lse)
-    grads = ops.run_backward(Call(problem, call.scalars, call.backend), kept, extras)
-    found = grads.dq, grads.dk, grads.dv
+    saved_in_bf16 = Saved(dout.bfloat16(), dlse, q, k, v, out.bfloat16(), lse)
+    grads = ops.run_backward(Call(problem, call.scalars, call.backend), saved_in_bf16, extras)
+    dq, dk, dv = grads.dq, grads.dk, grads.dv
     if cos is not None:  # the transpose of a turn is the turn back
         back, lengths = Rotary(cos, -sin, is_interleaved), lengths_of(extras)
         of_q = rows_of(q, lengths.cu_seqlens_q, lengths.seqused_q)
         of_k = rows_of(k, lengths.cu_seqlens_k, lengths.seqused_k)
-        found = turned(found[0], back, of_q, of_k), turned(found[1], back, of_k), found[2]
-    return found if grads.dsinks is None else (*found, grads.dsinks)
+        dq, dk = turned(dq, back, of_q, of_k), turned(dk, back, of_k)
+    return (dq, dk, dv) if grads.dsinks is None else (dq, dk, dv, grads.dsinks)
 
 
 def meant(x: Quantized, is_rotated: bool, extras: Extras) -> tuple[Tensor, Tensor, Tensor]:

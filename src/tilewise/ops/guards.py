@@ -31,14 +31,14 @@ MAX_GUARDS = 4096
 class Guard(NamedTuple):
     """What the tensors of an entry look like."""
 
-    given: Callable[..., tuple]  # those that are not None
+    present: Callable[..., tuple]  # those that are not None
     check: Callable[..., bool]
     entry: Callable[[], Any]  # a weak reference: a table drops what was not used for long
 
     def recall(self, tensors: Sequence[Any]) -> tuple[Any, list[int]] | None:
         """The entry, and the addresses of the tensors that are not None, if these look so."""
-        given, check, entry = self
-        tensors = given(tensors)
+        present, check, entry = self
+        tensors = present(tensors)
         if not check(*tensors):
             return None
         addresses = list(map(Tensor.data_ptr, tensors))
@@ -54,10 +54,10 @@ known_guards: dict[tuple, Guard] = {}
 def remember(key: tuple, tensors: Sequence[Tensor | None], entry: Any) -> None:
     """An entry for tensors that are like these, where they are aligned."""
     places = [n for n, x in enumerate(tensors) if x is not None]
-    given = [x for x in tensors if x is not None]
-    if TensorGuards is None or any(x.data_ptr() % ALIGNMENT for x in given):
+    present = [x for x in tensors if x is not None]
+    if TensorGuards is None or any(x.data_ptr() % ALIGNMENT for x in present):
         return
     if len(known_guards) >= MAX_GUARDS:
         known_guards.clear()
-    check = TensorGuards(*given, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    check = TensorGuards(*present, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
     known_guards[key] = Guard(operator.itemgetter(*places), check, weakref.ref(entry))

@@ -63,14 +63,14 @@ def quantize(
     if not (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()):
         return _run(call, *inputs, scales, of, rotary)
     tables, steps = (None, None, True) if rotary is None else rotary, call.steps
-    found = torch.ops.tilewise.quantize(*inputs, *scales, *of, *tables, *steps)
-    of_data = zip(scales, found[3:6])
-    known = Scales(*(x if given is None else given for given, x in of_data))
-    k_mean = found[6] if steps.smooth_k else None
-    v_mean, v_drift = found[7:] if steps.smooth_v else (None, None)
+    outputs = torch.ops.tilewise.quantize(*inputs, *scales, *of, *tables, *steps)
+    of_data = zip(scales, outputs[3:6])
+    used_scales = Scales(*(x if scale is None else scale for scale, x in of_data))
+    k_mean = outputs[6] if steps.smooth_k else None
+    v_mean, v_drift = outputs[7:] if steps.smooth_v else (None, None)
     v_drift = v_drift if inputs[2].shape[3] > TWO_LEVELS else None
-    q8, k8, v_t = found[:3]
-    return Quantized(q8, k8, v_t, known, k_mean, v_mean, v_drift)
+    q8, k8, v_t = outputs[:3]
+    return Quantized(q8, k8, v_t, used_scales, k_mean, v_mean, v_drift)
 
 
 def _run(
@@ -111,11 +111,11 @@ def _kernel(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     entry = None if needs_dispatcher(*tensors) else entry_of(tensors, "quantize", *rest[9:])
     if entry is not None:
         call = entry.call = entry.call or call
-    found = _run(call, q, k, v, scales, of, rotary)
+    quantized = _run(call, q, k, v, scales, of, rotary)
     # What is given or left out is not returned: an output may neither alias an input nor be None
-    of_data = (x if given is None else None for given, x in zip(scales, found.scales))
-    others = *of_data, found.k_mean, found.v_mean, found.v_drift
-    return *found[:3], *(q.new_empty(0, dtype=torch.float32) if x is None else x for x in others)
+    of_data = (x if scale is None else None for scale, x in zip(scales, quantized.scales))
+    fp32 = *of_data, quantized.k_mean, quantized.v_mean, quantized.v_drift
+    return *quantized[:3], *(q.new_empty(0, dtype=torch.float32) if x is None else x for x in fp32)
 
 
 def _fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:

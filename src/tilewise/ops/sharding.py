@@ -74,27 +74,27 @@ def _ways(q, k, call) -> list[_Way]:
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     extras, (captured, *options) = dict(zip(Extras._fields, call[:OPTIONAL])), call[OPTIONAL:]
-    given = {name: x for name, x in extras.items() if x is not None}
+    used = {name: x for name, x in extras.items() if x is not None}
     mentioned = indices_used(Options(*options).mods)
     whole, first, second = Replicate(), Shard(0), Shard(1)
 
     def along(size: str) -> list:
         """The optional tensors where the mesh cuts this size."""
         places = {}
-        for name, x in given.items():
+        for name, x in used.items():
             shape = FEATURES[name].shape_of(len(x.shape))
             places[name] = Shard(shape.index(size)) if size in shape else whole
         return [places.get(name) for name in extras] + [None] * (1 + len(options))
 
     ways = [_Way(whole, whole, along(""), whole, whole)]
-    if captured or any(FEATURES[name].is_whole for name in given):
+    if captured or any(FEATURES[name].is_whole for name in used):
         return ways
-    is_packed = "cu_seqlens_q" in given or "cu_seqlens_k" in given  # a cut of a batch of 1 is none
+    is_packed = "cu_seqlens_q" in used or "cu_seqlens_k" in used  # a cut of a batch of 1 is none
     if not is_packed and "b" not in mentioned:
-        dsinks = Partial() if "sinks" in given else whole
+        dsinks = Partial() if "sinks" in used else whole
         ways.append(_Way(first, first, along("batch"), dsinks, whole))
     if "h" not in mentioned and _groups_stay_whole(q.shape[2], k.shape[2], tuple(q.mesh.shape)):
-        dsinks = first if "sinks" in given else whole
+        dsinks = first if "sinks" in used else whole
         ways.append(_Way(Shard(2), second, along("nheads"), dsinks, whole))
     return ways
 

@@ -23,14 +23,14 @@ def forward(attend: Callable, counts_rows: bool, size: int, in_dims: tuple, tens
     """`attend` of (q, k, v, *extras.tensors), mapped over `size` calls. `counts_rows` is whether a
     mask or score function uses the batch index: then rows must not be joined.
     """
-    q, k, v, slopes, sinks, seqused_k, *others = tensors
-    if counts_rows or in_dims[4] is not None or any(x is not None for x in others):
+    q, k, v, slopes, sinks, seqused_k, *optional = tensors
+    if counts_rows or in_dims[4] is not None or any(x is not None for x in optional):
         return one_by_one(attend, size, in_dims, tensors)
     batch = q.shape[1 if in_dims[0] == 0 else 0]
     q, k, v = (_fold(x, dim, size) for x, dim in zip((q, k, v), in_dims))
     seqused_k = _fold(seqused_k, in_dims[5], size)
     slopes = _fold_slopes(slopes, in_dims[3], size, batch)
-    out, lse = attend(q, k, v, slopes, sinks, seqused_k, *others)
+    out, lse = attend(q, k, v, slopes, sinks, seqused_k, *optional)
     return (out.unflatten(0, (size, batch)), lse.unflatten(0, (size, batch))), (0, 0)
 
 
@@ -68,24 +68,24 @@ def _fold_slopes(slopes: Tensor | None, dim: int | None, size: int, batch: int) 
 
 def forward_op(info, in_dims, *args):
     """The operator's forward, mapped."""
-    tensors, rest = flat(args, INPUTS)
+    tensors, options = flat(args, INPUTS)
 
     def attend(*tensors):
         extras = extras_of(*tensors[INPUTS:])
-        return torch.ops.tilewise.flash_attn_forward(*tensors[:INPUTS], *extras.arguments, *rest)
+        return torch.ops.tilewise.flash_attn_forward(*tensors[:INPUTS], *extras.arguments, *options)
 
-    counts_rows = "b" in indices_used(Options(*rest).mods)
+    counts_rows = "b" in indices_used(Options(*options).mods)
     return forward(attend, counts_rows, info.batch_size, flat(in_dims, INPUTS)[0], tensors)
 
 
 def backward_op(info, in_dims, *args):
     """Its backward, mapped."""
-    tensors, rest = flat(args, SAVED_TENSORS)
+    tensors, options = flat(args, SAVED_TENSORS)
 
     def differentiate(*tensors):
         extras = extras_of(*tensors[SAVED_TENSORS:])
         return torch.ops.tilewise.flash_attn_backward(
-            *tensors[:SAVED_TENSORS], *extras.arguments, *rest
+            *tensors[:SAVED_TENSORS], *extras.arguments, *options
         )
 
     return one_by_one(differentiate, info.batch_size, flat(in_dims, SAVED_TENSORS)[0], tensors)
