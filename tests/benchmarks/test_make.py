@@ -46,7 +46,7 @@ def saved(group, words, monkeypatch):
 
 def test_every_command_takes_its_options(lines, monkeypatch):
     asked = [line[len(BENCH) :] for line in lines if line[: len(BENCH)] == BENCH]
-    assert len(asked) == 24
+    assert len(asked) == 25
     for words in asked:
         assert saved(bench, words, monkeypatch).endswith("rows.jsonl")
 
