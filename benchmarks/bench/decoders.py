@@ -10,7 +10,7 @@ import importlib
 import inspect
 import os
 from collections.abc import Callable
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -59,7 +59,8 @@ def _ours(backend: str | None, of: Decode, device: str) -> Attend:
     if of.appends:
         if backend is not None:
             raise Absent("flash_attn_with_kvcache chooses its backend")
-        return lambda q, cache: flash_attn_with_kvcache(
+        function: Any = flash_attn_with_kvcache
+        return lambda q, cache: function(
             q,
             cache.k,
             v_cache=cache.v,
@@ -161,7 +162,7 @@ def _packed(of: Decode, device: str) -> dict[str, object]:
     return {} if starts is None else dict(cu_seqlens_q=starts, max_seqlen_q=max(of.queries))
 
 
-def new_keys(cache: Cache, k: str = "k", v: str = "v") -> dict[str, Tensor]:
+def new_keys(cache: Cache, k: str = "k", v: str = "v") -> dict[str, Any]:
     """What is appended and the tables that rotate it, by a function's names."""
     if cache.new is None:
         return {}
