@@ -181,7 +181,7 @@ class Forward:
             return
         programs = min(args.queue.tiles, num_sms(q.device))
         with on_device(q.device):
-            constants["launch_pdl"] = bool(chunk)  # whether it runs beside the launch before
+            constants["launch_pdl"] = True  # it runs beside the launch before
             compiled = first_launch(hopper_fwd_kernel, programs, *checked(args), **constants)
             device = torch.cuda.current_device()
         if caller_k is k and caller_v is v:  # neither copied nor replaced
