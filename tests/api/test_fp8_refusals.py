@@ -119,6 +119,37 @@ def test_a_quantized_of_other_sequences():
         tilewise.attention(x)
 
 
+LENGTHS = dict(
+    cu_seqlens_q=([0, 20, 60], [0, 30, 60]),
+    cu_seqlens_k=([0, 30, 60], [0, 20, 60]),
+    seqused_q=([20, 20], [20, 40]),
+    seqused_k=([10, 30], [11, 30]),
+)
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_a_quantized_of_other_lengths(name):
+    """As many sequences with other lengths: values are compared where they may be read."""
+    made = {x: torch.tensor(before, dtype=torch.int32) for x, (before, _) in LENGTHS.items()}
+    other = torch.tensor(LENGTHS[name][1], dtype=torch.int32)
+    x = tilewise.quantize(*[t[0] for t in tensors(1, 60, 60)], **made)
+    expected = tilewise.attention(x, **made)
+    assert torch.equal(tilewise.attention(x, **{n: t.clone() for n, t in made.items()}), expected)
+    for _ in range(2):  # a cached call, too
+        with pytest.raises(ArgumentError, match=f"{name} is .* made with .*: pass the same {name}"):
+            tilewise.attention(x, **made | {name: other})
+    tilewise.attention(x._replace(lengths=None), **made | {name: other})
+
+
+def test_a_quantized_of_lengths_that_a_call_lacks_or_has_fewer_of():
+    x, used = tensors(2, 60, 60), torch.tensor([60, 41], dtype=torch.int32)
+    padded = tilewise.quantize(*x, seqused_k=used)
+    with pytest.raises(ArgumentError, match="seqused_k is None and the Quantized was made with "):
+        tilewise.attention(padded)
+    tilewise.attention(padded, seqused_k=used - 1)
+    tilewise.attention(tilewise.quantize(*x), seqused_k=used)
+
+
 @pytest.mark.parametrize("name", ["scales.q", "scales.v", "v_mean", "v_drift"])
 def test_a_quantized_with_numbers_of_another_dtype(name):
     x = tilewise.quantize(*tensors(headdims=(32, 144)))

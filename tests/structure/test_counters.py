@@ -10,11 +10,11 @@ from helpers.counters import count
 AT_LEAST = {"arguments by keyword, percent": 15.2}
 AT_MOST = {
     # Sizes
-    "lines": 50_527,
+    "lines": 50_587,
     "files that name softcap": 55,
     "files that name sinks": 60,
-    "files attention() imports": 66,
-    "lines attention() imports": 10_780,
+    "files attention() imports": 67,
+    "lines attention() imports": 10_838,
     # One record, one dispatcher, one file of checks, one way to launch
     "records per 1,000 lines, host": 4.08,
     "records per 1,000 lines, device": 7.42,

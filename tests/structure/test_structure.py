@@ -28,13 +28,13 @@ RANKS = [
     ["dispatch"],
     ["kernels"],
     ["mods"],
-    ["tile", "tuning", "emulation", "problem"],
+    ["tile", "tuning", "emulation", "problem", "switches"],
     ["errors", "features", "hardware", "keywords", "bench"],
 ]
 RANK = {room: rank for rank, beside in enumerate(RANKS) for room in beside}
 # Of a folder the rooms, the floors and the arrows: `python tests/helpers/import_graph.py` counts.
 COUNTS = {
-    "": (27, 12, 106),
+    "": (28, 12, 109),
     "distributed": (5, 5, 9),
     "kernels": (5, 2, 3),
     "kernels/hopper": (24, 7, 63),

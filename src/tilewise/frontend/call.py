@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ from ..ops import kv_cache as cache_ops
 from ..ops.autocast import cast_bias, is_any_autocast_on
 from ..ops.calls import Entry, entry_of, has_lazy, resolved
 from ..problem import NO_EXTRAS, NO_MODS, Call, Extras, Mods, extras_of
+from ..switches import is_on
 from .cache_checks import LENGTHS, check_cached_values, check_no_grad
 from .checks import check, check_scores, check_values
 from .qkv import check_tensor, warn_of_order
@@ -154,7 +154,7 @@ def call(
             entry.call = checked
     if checked.has_extras:
         check_values(q, k, extras, words)
-    if not needs_dispatcher and os.environ.get("TILEWISE_CHECK") == "1":
+    if not needs_dispatcher and is_on("TILEWISE_CHECK"):
         if words.order and words is not HEADS_FIRST and not checked.problem.is_packed:
             warn_of_order(q, k, v, words)
         if q.device.type != "cpu":

@@ -5,7 +5,6 @@ the argument.
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Sequence
 
 import torch
@@ -15,6 +14,7 @@ from ..errors import OURS, ArgumentError, Words, a_type
 from ..features import FEATURES
 from ..mods.flatten import take_apart
 from ..problem import NO_MODS, OPTIONAL, Call, Extras, Mods, Scalars, describe
+from ..switches import is_on
 from ..tile.random_bytes import check_dropout
 from .qkv import check_device, check_kind, check_tensors
 from .scalars import check_numbers
@@ -184,7 +184,7 @@ def knows_values(x: Tensor) -> bool:
         return False
     if torch._C._len_torch_dispatch_stack() or peek_interpreter_stack():
         return False
-    return x.device.type == "cpu" or os.environ.get("TILEWISE_CHECK") == "1"
+    return x.device.type == "cpu" or is_on("TILEWISE_CHECK")
 
 
 # Kernels subtract the maximum from scaled scores in one multiply-add, which leaves the rounding of

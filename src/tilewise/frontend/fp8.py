@@ -18,6 +18,7 @@ from ..tile.quantize import is_one_byte
 from .checks import check_extras, check_values
 from .fp8_checks import (
     check_backward,
+    check_lengths,
     check_out_dtype,
     check_quantized,
     check_raw,
@@ -113,6 +114,8 @@ def attend(
             entry.call = checked
     if checked.has_extras and (entry is None or x.q.is_cpu):
         check_values(x.q, x.k, extras, given.words)
+    if x.lengths is not None:
+        check_lengths(x.lengths, extras)
     out, lse = ops.attention(checked, x, extras, wants_lse)
     if is_packed:
         out, lse = out.squeeze(0), lse.squeeze(0)

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from ..errors import OURS, ArgumentError, Words
-from ..kernels.common.quantized import FP8, Quantized, columns_of, packed_columns
+from ..kernels.common.quantized import FP8, Lengths, Quantized, columns_of, packed_columns
+from ..problem import Extras
 from ..tile.quantize import is_one_byte
 from .checks import knows_values
 from .qkv import check_device, check_kind, check_tensor, check_tensors
@@ -123,6 +124,32 @@ def check_quantized(x: Quantized, sequences: int) -> None:
     for name, t in (("k", x.k), ("v_t", x.v_t), *((name, t) for name, t, _ in named)):
         if t is not None:
             check_device(f"{name} of a Quantized", t, "q", x.q)
+
+
+def check_lengths(made: Lengths, extras: Extras) -> None:
+    """A call has the lengths that a `Quantized` was made with; rows that were in use may be fewer
+    now. Two tensors are compared where values may be read.
+    """
+    for name, before in made._asdict().items():
+        now = getattr(extras, name)
+        if before is None or before is now:
+            continue
+        is_other = now is None or now.shape != before.shape
+        if now is not None and not is_other and now.device == before.device and knows_values(now):
+            differs = now != before if name.startswith("cu_") else now > before
+            is_other = bool(differs.any())
+        if is_other:
+            raise ArgumentError(
+                f"{name} is {_value(now)} and the Quantized was made with {_value(before)}: pass "
+                f"the same {name} to tilewise.quantize and tilewise.attention"
+            )
+
+
+def _value(x: Tensor | None) -> Any:
+    """What a message says of lengths: their values, where they may be read."""
+    if x is None:
+        return None
+    return x.tolist() if knows_values(x) else f"{x.dtype} of shape {tuple(x.shape)}"
 
 
 def check_shift(x: Quantized, softcap: float, sinks: Tensor | None) -> None:

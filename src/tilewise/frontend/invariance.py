@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable
 from typing import Any
 
+from .. import switches
 from ..errors import ArgumentError
 from ..tile import split_kv
 from .scalars import as_int, check_flag
 
 # Of the process, not of a thread, and what a compiler reads, so that a graph which was compiled
 # without it is not run with it
-is_on = os.environ.get("TILEWISE_BATCH_INVARIANT") == "1"
+is_on = switches.is_on("TILEWISE_BATCH_INVARIANT")
 depth = 0  # how many blocks have begun and not ended
 
 

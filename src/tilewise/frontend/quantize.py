@@ -127,7 +127,9 @@ def quantize(
         quantized = ops.quantize(call, inputs, checked_scales, lengths, rotary)
     if is_packed:
         quantized = quantized._replace(q=quantized.q[0], k=quantized.k[0], v_t=quantized.v_t[0])
-    return Quantized(*quantized[:7], source)  # Dynamo of torch 2.11 returns no tuple of `_replace`
+    has_lengths = any(x is not None for x in lengths)
+    # Dynamo of torch 2.11 returns no tuple of `_replace`
+    return Quantized(*quantized[:7], source=source, lengths=lengths if has_lengths else None)
 
 
 def _steps(rotate: Any, smooth: Any) -> Steps:

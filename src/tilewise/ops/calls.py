@@ -9,8 +9,7 @@ its addresses are passed to the launch. No tensor is cached.
 from __future__ import annotations
 
 import functools
-import os
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch.autograd import forward_ad
 
 from ..emulation import cpu_modes
 from ..kernels.common.alignment import ALIGNMENT
+from ..switches import encode, environment, is_on
 from .guards import known_guards, remember
 
 Tensor = torch.Tensor
@@ -27,13 +27,7 @@ PLAIN_TENSORS = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, type(None)}
 NOT_FOUND = None, None
 UNGUARDED = frozenset({"cpu"})  # devices whose calls depend on more modes than guards know
 KEY_TYPES = frozenset({bool, int, float, str, type(None)})
-
-
-# `os.environ.get` encodes what it looks for and raises where it is not there: a fifth of all that
-# is spent here
-_environment: Mapping[Any, Any] = getattr(os.environ, "_data", os.environ)
-_encode = getattr(os.environ, "encodekey", str)
-_CHECK = _encode("TILEWISE_CHECK") if _environment is not os.environ else "TILEWISE_CHECK"
+CHECK = encode("TILEWISE_CHECK")
 
 
 class Entry:
@@ -64,7 +58,7 @@ def find(
     if (
         torch.compiler.is_compiling()
         or forward_ad._current_level >= 0
-        or _environment.get(_CHECK) in ("1", b"1")
+        or (environment.get(CHECK) is not None and is_on("TILEWISE_CHECK"))
     ):
         return NOT_FOUND
     kinds = tuple(map(type, plain))

@@ -61,6 +61,8 @@ class Lengths(NamedTuple):
     seqused_q: Tensor | None = None
     seqused_k: Tensor | None = None
 
+    __repr__ = short
+
 
 class Quantized(NamedTuple):
     """q, k and v in float8_e4m3fn, as `tilewise.quantize` returns them; `tilewise.attention` takes
@@ -81,6 +83,8 @@ class Quantized(NamedTuple):
             is over 128.
         source: the tensors before rounding, for `backward="bf16"`; None if none requires a
             gradient.
+        lengths: `cu_seqlens_q`, `cu_seqlens_k`, `seqused_q` and `seqused_k` of `tilewise.quantize`,
+            with which those of a call are compared; None if there were none.
     """
 
     q: Tensor
@@ -91,6 +95,7 @@ class Quantized(NamedTuple):
     v_mean: Tensor | None = None
     v_drift: Tensor | None = None
     source: Source | None = None
+    lengths: Lengths | None = None
 
     __repr__ = short
 
