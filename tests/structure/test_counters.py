@@ -10,7 +10,7 @@ from helpers.counters import count
 AT_LEAST = {"arguments by keyword, percent": 15.2}
 AT_MOST = {
     # Sizes
-    "lines": 50_587,
+    "lines": 50_618,
     "files that name softcap": 55,
     "files that name sinks": 60,
     "files attention() imports": 67,
@@ -26,7 +26,7 @@ AT_MOST = {
     # Plain English
     "calls with *x per 1,000 lines": 9.31,
     "calls with a tuple's *": 15,
-    "vague locals": 88,
+    "vague locals": 38,
     "docstrings without a subject": 0,
     "files over 300 lines": 23,
     "functions over 120 lines": 1,

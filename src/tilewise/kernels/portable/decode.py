@@ -104,9 +104,18 @@ def attn_split_kernel(
     if FEATURES.PACKED:
         if batch >= sizes.packed:  # the grid has programs enough for any lengths
             return
-    at = m_block * TOKENS, head_k, batch
     rows = open_rows(
-        at, TOKENS, cache, optionals, sizes, numbers, split_size, FEATURES, TILE.BLOCK_M
+        m_block * TOKENS,
+        head_k,
+        batch,
+        TOKENS,
+        cache,
+        optionals,
+        sizes,
+        numbers,
+        split_size,
+        FEATURES,
+        TILE.BLOCK_M,
     )
     first, stop = rows.keys.piece, rows.keys.stop
     if not IN_ONE:
@@ -123,14 +132,14 @@ def attn_split_kernel(
         q_tiles = q_tiles + (load_queries(q, row_tile(rows, i, FEATURES), FEATURES, TILE),)
     states = no_keys_in(ROW_TILES, TILE)
     for piece in range(first, stop):
-        found = walk(q_tiles, rows, cache, piece * split_size, split_size, FEATURES, TILE)
-        states = fold_each(states, found)
+        pieces = walk(q_tiles, rows, cache, piece * split_size, split_size, FEATURES, TILE)
+        states = fold_each(states, pieces)
     for i in tl.static_range(ROW_TILES):
-        state, these = state_in(states, i), row_tile(rows, i, FEATURES)
+        state, queries = state_in(states, i), row_tile(rows, i, FEATURES)
         if IN_ONE:
-            store(out, lse, state, these, cache, optionals, sizes, 0, FEATURES, TILE.BLOCK_DV)
+            store(out, lse, state, queries, cache, optionals, sizes, 0, FEATURES, TILE.BLOCK_DV)
         else:
-            store_partial(partials, state, these, first, sizes, FEATURES, TILE.BLOCK_DV)
+            store_partial(partials, state, queries, first, sizes, FEATURES, TILE.BLOCK_DV)
 
 
 @triton.jit
@@ -146,8 +155,19 @@ def attn_fold_kernel(
     if FEATURES.PACKED:
         if batch >= sizes.packed:
             return
-    at = m_block * TOKENS, head_k, batch
-    rows = open_rows(at, TOKENS, cache, optionals, sizes, numbers, split_size, FEATURES, BLOCK_M)
+    rows = open_rows(
+        m_block * TOKENS,
+        head_k,
+        batch,
+        TOKENS,
+        cache,
+        optionals,
+        sizes,
+        numbers,
+        split_size,
+        FEATURES,
+        BLOCK_M,
+    )
     column = tl.program_id(0) % PARTS * COLUMNS
     state = no_keys(BLOCK_M, COLUMNS)
     first = rows.keys.piece
@@ -156,13 +176,13 @@ def attn_fold_kernel(
         programs = tl.maximum(programs - partials.lead, 0) + 1
     for nth in range(0, programs, AT_ONCE):
         # One after the other, each would wait for memory
-        found = ()
+        parts = ()
         for i in tl.static_range(AT_ONCE):
             piece = place_of(first, nth + i, partials)
             part = load_partial(partials, rows, piece, column, sizes, FEATURES, COLUMNS)
-            found = found + (part,)
+            parts = parts + (part,)
         for i in tl.static_range(AT_ONCE):
-            state = fold(state, state_in(found, i))
+            state = fold(state, state_in(parts, i))
     store(out, lse, state, rows, cache, optionals, sizes, column, FEATURES, COLUMNS)
 
 
@@ -212,12 +232,11 @@ def state_in(states, i: tl.constexpr):
 
 @triton.jit
 def open_rows(
-    at, TOKENS: tl.constexpr, cache, optionals, sizes, numbers, split_size,
+    start, head_k, batch, TOKENS: tl.constexpr, cache, optionals, sizes, numbers, split_size,
     FEATURES: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """The first tile of a block of TOKENS queries of one key head, and the keys that they see."""
     GROUP: tl.constexpr = FEATURES.GROUP
-    start, head_k, batch = at
     first_q, seqlen_q, batch_q = batch * 0, sizes.seqlen_q, batch
     if FEATURES.PACKED:
         first_q, seqlen_q = rows_of(optionals.cu_seqlens_q, batch, batch + 1, sizes.seqlen_q)
@@ -260,8 +279,8 @@ def row_tile(rows, i: tl.constexpr, FEATURES: tl.constexpr):
 def load_queries(q, rows, FEATURES: tl.constexpr, TILE: tl.constexpr):
     """(BLOCK_M, BLOCK_D), or its chunks; zeros where there is no query."""
     first = q.ptr + rows.batch_q.to(tl.int64) * q.batch
-    at = rows.query.to(tl.int64) * q.row + rows.head.to(tl.int64) * q.head
-    return load_chunks((first, at), rows.is_query, FEATURES.HEADDIM, TILE.BLOCK_D, TILE.CHUNK)
+    row = rows.query.to(tl.int64) * q.row + rows.head.to(tl.int64) * q.head
+    return load_chunks((first, row), rows.is_query, FEATURES.HEADDIM, TILE.BLOCK_D, TILE.CHUNK)
 
 
 @triton.jit
@@ -292,22 +311,24 @@ def walk(q_tiles, rows, cache, start, split_size, FEATURES: tl.constexpr, TILE: 
         nth, row = next_places(nth, row, cache, BLOCK_N)
         page = find_pages(rows.seq.batch, nth, n_start + BLOCK_N, stop, cache, BLOCK_N)
         keys = k_idx[None, :], is_used[None, :]
-        found = ()
+        next_states = ()
         for i in tl.static_range(len(q_tiles)):
-            these = row_tile(rows, i, FEATURES)
-            at = q_tiles[i], k_tile, v_tile, these, keys
-            state = attend(state_in(states, i), *at, cache, scales, FEATURES)
-            found = found + (state,)
-        states = found
+            queries = row_tile(rows, i, FEATURES)
+            state = state_in(states, i)
+            state = attend(
+                state, q_tiles[i], k_tile, v_tile, queries, keys, cache, scales, FEATURES
+            )
+            next_states = next_states + (state,)
+        states = next_states
     return add_sums(states)
 
 
 @triton.jit
-def load_chunks(at, mask, D: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr):
+def load_chunks(rows, mask, D: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr):
     """(rows, BLOCK_D), or in chunks of columns (BLOCK_D // CHUNK, rows, CHUNK); zeros, and nothing
     read, where `mask` is False.
     """
-    ptr, row = at
+    ptr, row = rows
     if CHUNK == 0:
         columns = tl.arange(0, BLOCK_D)
         inside = mask[:, None] & (columns < D)[None, :]
@@ -328,9 +349,9 @@ def store_partial(
     columns = tl.arange(0, BLOCK_DV)
     tl.store(partials.m_i + offsets, state.m_i, mask=rows.is_query)
     tl.store(partials.l_i + offsets, state.l_i, mask=rows.is_query)
-    at = partials.acc_o + offsets[:, None] * FEATURES.HEADDIM_V + columns[None, :]
+    addresses = partials.acc_o + offsets[:, None] * FEATURES.HEADDIM_V + columns[None, :]
     inside = rows.is_query[:, None] & (columns < FEATURES.HEADDIM_V)[None, :]
-    tl.store(at, state.acc_o, mask=inside)
+    tl.store(addresses, state.acc_o, mask=inside)
 
 
 @triton.jit
@@ -341,9 +362,9 @@ def load_partial(
     offsets = partial_rows(partials, rows, piece, sizes, FEATURES)
     mask = rows.is_query & (piece < rows.keys.stop)
     columns = column + tl.arange(0, COLUMNS)
-    at = partials.acc_o + offsets[:, None] * FEATURES.HEADDIM_V + columns[None, :]
+    addresses = partials.acc_o + offsets[:, None] * FEATURES.HEADDIM_V + columns[None, :]
     inside = mask[:, None] & (columns < FEATURES.HEADDIM_V)[None, :]
-    acc_o = tl.load(at, mask=inside, other=0.0)
+    acc_o = tl.load(addresses, mask=inside, other=0.0)
     m_i = tl.load(partials.m_i + offsets, mask=mask, other=float("-inf"))
     l_i = tl.load(partials.l_i + offsets, mask=mask, other=0.0)
     return SplitState(acc_o, m_i, l_i)
@@ -369,10 +390,10 @@ def store(
     if cache.v_scale is not None:
         acc_o = acc_o * v_sequence_scale(cache, rows)
     columns = column + tl.arange(0, COLUMNS)
-    at = out.ptr + rows.batch_q.to(tl.int64) * out.batch
-    at = at + rows.query.to(tl.int64)[:, None] * out.row + head.to(tl.int64)[:, None] * out.head
+    row = out.ptr + rows.batch_q.to(tl.int64) * out.batch
+    row = row + rows.query.to(tl.int64)[:, None] * out.row + head.to(tl.int64)[:, None] * out.head
     inside = rows.is_query[:, None] & (columns < FEATURES.HEADDIM_V)[None, :]
-    tl.store(at + columns[None, :], acc_o.to(out.ptr.dtype.element_ty), mask=inside)
+    tl.store(row + columns[None, :], acc_o.to(out.ptr.dtype.element_ty), mask=inside)
     nheads = sizes.nheads * FEATURES.GROUP
-    at = (rows.batch_q.to(tl.int64) * nheads + head) * sizes.seqlen_q + rows.query
-    tl.store(lse + at, finished.lse, mask=rows.is_query & (column == 0))
+    offsets = (rows.batch_q.to(tl.int64) * nheads + head) * sizes.seqlen_q + rows.query
+    tl.store(lse + offsets, finished.lse, mask=rows.is_query & (column == 0))

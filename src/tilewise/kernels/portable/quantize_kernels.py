@@ -59,8 +59,8 @@ def load_scaled(operand, block, offs, first, inverse, FORM: tl.constexpr):
             scaled = scaled + (tiles[i] * (inverse * ROTATION.FACTOR),)
         else:
             columns = first + i * CHUNK + tl.arange(0, CHUNK)
-            at = address_of(operand.mean, block.sequence, block.head) + columns
-            tile, of_columns = tiles[i], tl.load(at, mask=columns < ROTATION.D, other=0.0)
+            addresses = address_of(operand.mean, block.sequence, block.head) + columns
+            tile, of_columns = tiles[i], tl.load(addresses, mask=columns < ROTATION.D, other=0.0)
             if ROTATION.HADAMARD > 0:
                 tile *= ROTATION.FACTOR
             scaled = scaled + ((tile - of_columns[None, :]) * inverse,)
@@ -225,14 +225,14 @@ def round_block(operand, block, begin, factor, FORM: tl.constexpr, LOOKS: tl.con
                     if rounding.squares is None:
                         losts += tl.sum(lost, 0)
                     else:
-                        more, more_squares = tl.reduce((lost, tile * tile), 0, add_pairs)
-                        losts, squares = losts + more, squares + more_squares
+                        block_losts, block_squares = tl.reduce((lost, tile * tile), 0, add_pairs)
+                        losts, squares = losts + block_losts, squares + block_squares
         if rounding.lost is not None:
             columns = first + tl.arange(0, CHUNK)
-            at, exists = row * ROTATION.D + columns, columns < ROTATION.D
-            tl.store(rounding.lost + at, losts, mask=exists)
+            offsets, exists = row * ROTATION.D + columns, columns < ROTATION.D
+            tl.store(rounding.lost + offsets, losts, mask=exists)
             if rounding.squares is not None:
-                tl.store(rounding.squares + at, squares, mask=exists)
+                tl.store(rounding.squares + offsets, squares, mask=exists)
     return tl.reduce(top, 0, larger) if ROTATION.HADAMARD > 0 else top
 
 
@@ -254,27 +254,27 @@ def quantize_loss_kernel(v, drift, D: tl.constexpr, BLOCK_D: tl.constexpr):
     spread = tl.zeros([BLOCK_D], tl.float32)
     for first in range(0, count, PARTS):
         number = first + tl.arange(0, PARTS)
-        at = ((of.first_block + number).to(tl.int64) * nheads + head) * D
+        offsets = ((of.first_block + number).to(tl.int64) * nheads + head) * D
         exists = (number < count)[:, None] & (columns < D)[None, :]
-        part = tl.load(rounding.lost + at[:, None] + columns[None, :], mask=exists, other=0.0)
+        part = tl.load(rounding.lost + offsets[:, None] + columns[None, :], mask=exists, other=0.0)
         total += tl.sum(part, 0)
         squares = tl.sum(part * part, 1)
         of_all += squares
         keys = tl.maximum(tl.minimum(of.used - number * ROWS, ROWS), 1).to(tl.float32)
         least = tl.minimum(least, tl.where(number < count, squares / keys, float("inf")))
         if drift is not None:
-            of_squares = rounding.squares + at[:, None] + columns[None, :]
+            of_squares = rounding.squares + offsets[:, None] + columns[None, :]
             spread += tl.sum(tl.load(of_squares, mask=exists, other=0.0), 0)
     used = tl.maximum(of.used, 1).to(tl.float32)
     on_average = tl.maximum(tl.sum(of_all, 0) / used, 1.1754943508222875e-38)
     share = tl.minimum(2.0 * tl.min(least, 0) / on_average, 1.0)
-    at = address_of(v.mean, sequence, head) + columns
+    addresses = address_of(v.mean, sequence, head) + columns
     factor = load_number(v.scale, sequence, head)
-    more = share * factor * (total / used)
-    tl.store(at, tl.load(at, mask=columns < D, other=0.0) + more, mask=columns < D)
+    shift = share * factor * (total / used)
+    tl.store(addresses, tl.load(addresses, mask=columns < D, other=0.0) + shift, mask=columns < D)
     if drift is not None:
-        at = address_of(v.reach, sequence, head) + columns
-        largest = tl.load(at, mask=columns < D, other=0.0) / factor
+        addresses = address_of(v.reach, sequence, head) + columns
+        largest = tl.load(addresses, mask=columns < D, other=0.0) / factor
         largest *= largest
         weighted = tl.where(spread == 0, 0.0, largest / (spread / used) * largest)
         ratio = tl.sum(weighted, 0) / tl.maximum(tl.sum(largest, 0), 1.1754943508222875e-38)
@@ -293,8 +293,8 @@ def transpose_values_kernel(v, v_t, blocks, D: tl.constexpr):
         position, columns = block.start + offs, column + tl.arange(0, CHUNK)
         row = (block.of.first_row + position).to(tl.int64)[:, None] * v.row
         exists = (position < block.of.used)[:, None] & (columns < D)[None, :]
-        at = head_of(v, block.batch, block.head) + row + columns[None, :]
-        tile = tl.load(at, mask=exists, other=0)
+        addresses = head_of(v, block.batch, block.head) + row + columns[None, :]
+        tile = tl.load(addresses, mask=exists, other=0)
         store_columns(v_t, tile, block, tl.arange(0, ROWS), column, D, blocks)
 
 
@@ -315,7 +315,7 @@ def store_columns(v_t, codes, block, offs, column, D: tl.constexpr, blocks):
         first = block.number - block.of.first_block
     keys = first.to(tl.int64) * ROWS + offs
     rows = column + tl.arange(0, CHUNK)
-    at = head_of(v_t, block.batch, block.head) + rows.to(tl.int64)[:, None] * v_t.row
+    row_addresses = head_of(v_t, block.batch, block.head) + rows.to(tl.int64)[:, None] * v_t.row
     # Without keys there are no columns
     exists = (rows < D)[:, None] & (keys < v_t.row)[None, :]
-    tl.store(at + keys[None, :], tl.trans(codes), mask=exists)
+    tl.store(row_addresses + keys[None, :], tl.trans(codes), mask=exists)

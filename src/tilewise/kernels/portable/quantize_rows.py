@@ -215,12 +215,12 @@ def find_columns(operand, program, i, FORM: tl.constexpr, BLOCKS: tl.constexpr):
     number = group * BLOCKS + i
     exists = number < operand.count
     if BLOCKS > 1 and blocks.cu_seqlens is None:
-        each = tl.maximum(tl.cdiv(blocks.seqlen, ROWS), 1)
-        groups = tl.cdiv(each, BLOCKS)
+        row_blocks = tl.maximum(tl.cdiv(blocks.seqlen, ROWS), 1)
+        groups = tl.cdiv(row_blocks, BLOCKS)
         in_sequence = group % groups * BLOCKS + i
-        exists = in_sequence < each
+        exists = in_sequence < row_blocks
         # Past the last block of the last sequence there are no lengths to be loaded
-        number = group // groups * each + tl.minimum(in_sequence, each - 1)
+        number = group // groups * row_blocks + tl.minimum(in_sequence, row_blocks - 1)
     block = find_block(number, head, blocks, operand.keys, ROTATION.HALF)
     return block, program % CHUNKS * CHUNK, exists
 
@@ -241,8 +241,8 @@ def load_turned(
     exists = is_used & (columns < ROTATION.D)
     tile = tl.load(row + columns, mask=exists, other=0.0)
     if HALF > 0:
-        at = position[:, None]
-        return turned(tile, row, column, exists, at, tables, HALF, ROTATION.INTERLEAVED)
+        table_rows = position[:, None]
+        return turned(tile, row, column, exists, table_rows, tables, HALF, ROTATION.INTERLEAVED)
     else:
         return tile
 
@@ -298,19 +298,21 @@ def load_tiles(
     is_used = (position < block.of.used)[:, None]
     angle = block.before + position
     if HADAMARD == 0:
-        found = load_turned(row, first, is_used, angle, tables, ROTATION, CHUNK)
-        return (found.to(tl.float32),)
+        turned_columns = load_turned(row, first, is_used, angle, tables, ROTATION, CHUNK)
+        return (turned_columns.to(tl.float32),)
     else:
         WIDTH: tl.constexpr = tiles_at_once(HADAMARD) * CHUNK
         GROUPS: tl.constexpr = HADAMARD // WIDTH if HADAMARD > WIDTH else 1
         begin = first // (GROUPS * WIDTH) * (GROUPS * WIDTH)
         tiles = mixed(products_of(row, is_used, angle, begin, tables, ROTATION, BY_CHANNEL))
         for group in tl.static_range(1, GROUPS):
-            at = begin + group * WIDTH
-            more = mixed(products_of(row, is_used, angle, at, tables, ROTATION, BY_CHANNEL))
+            first_column = begin + group * WIDTH
+            products = mixed(
+                products_of(row, is_used, angle, first_column, tables, ROTATION, BY_CHANNEL)
+            )
             sign = tl.where(is_odd((first - begin) // WIDTH & group), -1.0, 1.0)
             sums = ()
             for tile in tl.static_range(WIDTH // CHUNK):
-                sums = sums + (tiles[tile] + sign * more[tile],)
+                sums = sums + (tiles[tile] + sign * products[tile],)
             tiles = sums
         return tiles

@@ -95,7 +95,7 @@ def find_sums(operand, block, begin, FORM: tl.constexpr):
     AT_ONCE: tl.constexpr = rows_of_sums(ROTATION.HADAMARD, ROTATION.HALF)
     TILES: tl.constexpr = tiles_at_once(ROTATION.HADAMARD)
     STAGES: tl.constexpr = stages_of(ROTATION.HADAMARD)
-    x, tables, found = operand.x, operand.tables, operand.statistics
+    x, tables, statistics = operand.x, operand.tables, operand.statistics
     for first in range(begin, begin + COLUMNS, TILES * CHUNK):
         sums, highs, lows = (), (), ()
         for _ in tl.static_range(TILES):
@@ -109,7 +109,7 @@ def find_sums(operand, block, begin, FORM: tl.constexpr):
             for i in tl.static_range(TILES):
                 more_sums = more_sums + (sums[i] + tl.sum(tiles[i], AXIS),)
                 high, low = highs[i], lows[i]
-                if found.highs is not None:
+                if statistics.highs is not None:
                     used = block.of.used - block.start - part
                     top, bottom = extremes_of(tiles[i], used, AXIS)
                     high, low = tl.maximum(high, top), tl.minimum(low, bottom)
@@ -118,12 +118,12 @@ def find_sums(operand, block, begin, FORM: tl.constexpr):
         for i in tl.static_range(TILES):
             columns = first + i * CHUNK + tl.arange(0, CHUNK)
             row = tl.cast(block.number, tl.int64) * operand.blocks.nheads + block.head
-            at, exists = row * ROTATION.D + columns, columns < ROTATION.D
+            offsets, exists = row * ROTATION.D + columns, columns < ROTATION.D
             # Rounding keeps order: an extreme times a number is the extreme of products
-            tl.store(found.sums + at, sums[i] * ROTATION.FACTOR, mask=exists)
-            if found.highs is not None:
-                tl.store(found.highs + at, highs[i] * ROTATION.FACTOR, mask=exists)
-                tl.store(found.lows + at, lows[i] * ROTATION.FACTOR, mask=exists)
+            tl.store(statistics.sums + offsets, sums[i] * ROTATION.FACTOR, mask=exists)
+            if statistics.highs is not None:
+                tl.store(statistics.highs + offsets, highs[i] * ROTATION.FACTOR, mask=exists)
+                tl.store(statistics.lows + offsets, lows[i] * ROTATION.FACTOR, mask=exists)
 
 
 @triton.jit
@@ -153,7 +153,7 @@ def find_largest(operand, block, begin, FORM: tl.constexpr):
     AT_ONCE: tl.constexpr = rows_of_sums(ROTATION.HADAMARD, ROTATION.HALF)
     TILES: tl.constexpr = tiles_at_once(ROTATION.HADAMARD)
     x, tables, end = operand.x, operand.tables, tl.minimum(begin + COLUMNS, operand.headdim)
-    found = tl.zeros([CHUNK], tl.int32)
+    largest_bits = tl.zeros([CHUNK], tl.int32)
     for first in range(begin, end, TILES * CHUNK):
         for part in range(0, ROWS, AT_ONCE):
             offs = part + tl.arange(0, AT_ONCE)
@@ -161,10 +161,12 @@ def find_largest(operand, block, begin, FORM: tl.constexpr):
             bits = tiles[0].to(tl.int32, bitcast=True) & 0x7FFFFFFF
             for i in tl.static_range(1, TILES):
                 bits = tl.maximum(bits, tiles[i].to(tl.int32, bitcast=True) & 0x7FFFFFFF)
-            found = tl.maximum(found, tl.max(bits, AXIS))
-    top = tl.max(found, 0).to(tl.float32, bitcast=True) * ROTATION.FACTOR
-    at = block.sequence * (operand.blocks.nheads // GROUP) + block.head // GROUP
-    tl.atomic_max(operand.largest + at, top.to(tl.int32, bitcast=True) & 0x7FFFFFFF, sem="relaxed")
+            largest_bits = tl.maximum(largest_bits, tl.max(bits, AXIS))
+    top = tl.max(largest_bits, 0).to(tl.float32, bitcast=True) * ROTATION.FACTOR
+    group = block.sequence * (operand.blocks.nheads // GROUP) + block.head // GROUP
+    tl.atomic_max(
+        operand.largest + group, top.to(tl.int32, bitcast=True) & 0x7FFFFFFF, sem="relaxed"
+    )
 
 
 @triton.jit
@@ -198,7 +200,7 @@ def find_mean(operand, program, FORM: tl.constexpr):
     """
     D: tl.constexpr = FORM.ROTATION.D
     SHARES: tl.constexpr = shares_of(D)
-    nheads, found = operand.blocks.nheads, operand.statistics
+    nheads, statistics = operand.blocks.nheads, operand.statistics
     part, head = program // nheads, program % nheads
     sequence = part // SHARES
     of = find_sequence(sequence, operand.blocks)
@@ -212,13 +214,13 @@ def find_mean(operand, program, FORM: tl.constexpr):
     high, low = total - inf, total + inf
     for first in range(0, count, PARTS * stride):
         number = first + tl.arange(0, PARTS) * stride
-        at = ((of.first_block + number).to(tl.int64) * nheads + head) * D
-        at = at[:, None] + columns[None, :]
+        offsets = ((of.first_block + number).to(tl.int64) * nheads + head) * D
+        offsets = offsets[:, None] + columns[None, :]
         exists = (number < count)[:, None] & (columns < D)[None, :]
-        total += tl.sum(tl.load(found.sums + at, mask=exists, other=0.0), 0)
+        total += tl.sum(tl.load(statistics.sums + offsets, mask=exists, other=0.0), 0)
         if operand.largest is not None:
-            highs = tl.load(found.highs + at, mask=exists, other=-inf)
-            lows = tl.load(found.lows + at, mask=exists, other=inf)
+            highs = tl.load(statistics.highs + offsets, mask=exists, other=-inf)
+            lows = tl.load(statistics.lows + offsets, mask=exists, other=inf)
             high, low = tl.maximum(high, tl.max(highs, 0)), tl.minimum(low, tl.min(lows, 0))
     of_columns = total / tl.maximum(taken, 1).to(tl.float32)
     at_mean = address_of(operand.mean, sequence, head) + columns
@@ -234,9 +236,13 @@ def find_mean(operand, program, FORM: tl.constexpr):
         most, least = end, end
         for first in range(0, count, PARTS):
             number = first + tl.arange(0, PARTS)
-            at = ((of.first_block + number).to(tl.int64) * nheads + head) * D
+            offsets = ((of.first_block + number).to(tl.int64) * nheads + head) * D
             exists = (number < count)[:, None] & (columns < D)[None, :]
-            sums = tl.load(found.sums + at[:, None] + columns[None, :], mask=exists, other=0.0)
+            sums = tl.load(
+                statistics.sums + offsets[:, None] + columns[None, :],
+                mask=exists,
+                other=0.0,
+            )
             keys = tl.minimum(of.used - number * ROWS, ROWS).to(tl.float32)
             smooth = tl.where(exists, sums - keys[:, None] * of_columns[None, :], 0.0)
             ends = end[None, :] + tl.cumsum(smooth, 0)

@@ -44,8 +44,8 @@ def load_sequence_scale(ptr, batch_stride, row_stride, head_stride, rows):
     if ptr is None or row_stride is not None:
         return 1.0
     else:
-        at = ptr + rows.seq.batch.to(tl.int64) * batch_stride + rows.head_k * head_stride
-        return tl.load(at, mask=rows.seq.lengths.seqlen_k > 0, other=1.0)
+        addresses = ptr + rows.seq.batch.to(tl.int64) * batch_stride + rows.head_k * head_stride
+        return tl.load(addresses, mask=rows.seq.lengths.seqlen_k > 0, other=1.0)
 
 
 @triton.jit
@@ -58,6 +58,6 @@ def load_row_scales(
     if ptr is None or row_stride is None:
         return otherwise
     else:
-        at = ptr + rows.head_k.to(tl.int64) * head_stride
-        at = at + page.to(tl.int64) * batch_stride + row.to(tl.int64) * row_stride
-        return tl.load(at, mask=is_used, other=1.0)[None, :]
+        addresses = ptr + rows.head_k.to(tl.int64) * head_stride
+        addresses = addresses + page.to(tl.int64) * batch_stride + row.to(tl.int64) * row_stride
+        return tl.load(addresses, mask=is_used, other=1.0)[None, :]

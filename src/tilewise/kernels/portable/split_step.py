@@ -64,23 +64,23 @@ def beside_sums(alpha, BLOCK_N: tl.constexpr):
 @triton.jit
 def spread_sums(states, BLOCK_N: tl.constexpr):
     """The states without keys, with a row's sums apart, (BLOCK_M, BLOCK_N // 4)."""
-    found = ()
+    spread = ()
     for i in tl.static_range(len(states)):
         acc_o, m_i, l_i = states[i]
-        found = found + (
+        spread = spread + (
             SplitState(acc_o, m_i, tl.zeros([l_i.shape[0], BLOCK_N // 4], tl.float32)),
         )
-    return found
+    return spread
 
 
 @triton.jit
 def add_sums(states):
     """With one sum again."""
-    found = ()
+    summed = ()
     for i in tl.static_range(len(states)):
         acc_o, m_i, l_i = states[i]
-        found = found + (SplitState(acc_o, m_i, sums_in_pairs(l_i)),)
-    return found
+        summed = summed + (SplitState(acc_o, m_i, sums_in_pairs(l_i)),)
+    return summed
 
 
 @triton.constexpr_function

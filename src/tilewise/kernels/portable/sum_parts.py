@@ -44,18 +44,18 @@ def sum_parts_kernel(
         row = tile // blocks * BLOCK_M + tl.arange(0, BLOCK_M)
         column = tile % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
         bits = tl.load(of_rows + 2 * row, mask=row < rows, other=0)
-        at = row[:, None].to(tl.int64) * columns + column[None, :]
+        offsets = row[:, None].to(tl.int64) * columns + column[None, :]
         acc = tl.zeros([BLOCK_M, BLOCK_N], PART)
         for rank in range(count):
             part = (tl.load(addresses + rank) + offset).to(tl.pointer_type(PART))
             if IS_ALIGNED:
                 part = tl.multiple_of(part, 16)
             has_part = ((bits >> rank) & 1 != 0)[:, None] & (column < columns)[None, :]
-            acc += tl.load(part + at, mask=has_part, other=0.0)
+            acc += tl.load(part + offsets, mask=has_part, other=0.0)
         exists = (row < rows)[:, None] & (column < columns)[None, :]
         target = tl.load(of_rows + 2 * row + 1, mask=row < rows, other=0)
-        at = target[:, None].to(tl.int64) * columns + column[None, :]
-        tl.store(total + at, acc.to(total.dtype.element_ty), mask=exists)
+        offsets = target[:, None].to(tl.int64) * columns + column[None, :]
+        tl.store(total + offsets, acc.to(total.dtype.element_ty), mask=exists)
 
 
 class PartSums:

@@ -42,13 +42,15 @@ def sum_runs_kernel(
         acc = tl.zeros([BLOCK_M, BLOCK_N], parts.dtype.element_ty)
         for run in tl.static_range(RUNS):
             place = tl.load(places + row * RUNS + run, mask=row < rows, other=-1)
-            at = place[:, None].to(tl.int64) * columns + column[None, :]
-            acc += tl.load(parts + at, mask=(place >= 0)[:, None] & in_row, other=0.0)
+            offsets = place[:, None].to(tl.int64) * columns + column[None, :]
+            acc += tl.load(parts + offsets, mask=(place >= 0)[:, None] & in_row, other=0.0)
         target = row
         if SCATTERED:
             target = tl.load(targets + row, mask=row < rows, other=0)
-        at = target[:, None].to(tl.int64) * step + column[None, :]
-        tl.store(total + at, acc.to(total.dtype.element_ty), mask=(row < rows)[:, None] & in_row)
+        offsets = target[:, None].to(tl.int64) * step + column[None, :]
+        tl.store(
+            total + offsets, acc.to(total.dtype.element_ty), mask=(row < rows)[:, None] & in_row
+        )
 
 
 def add_runs(
