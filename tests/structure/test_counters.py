@@ -10,7 +10,7 @@ from helpers.counters import count
 AT_LEAST = {"arguments by keyword, percent": 15.2}
 AT_MOST = {
     # Sizes
-    "lines": 50_618,
+    "lines": 50_649,
     "files that name softcap": 55,
     "files that name sinks": 60,
     "files attention() imports": 67,
@@ -29,7 +29,7 @@ AT_MOST = {
     "vague locals": 38,
     "docstrings without a subject": 0,
     "files over 300 lines": 23,
-    "functions over 120 lines": 1,
+    "functions over 120 lines": 0,
 }
 
 

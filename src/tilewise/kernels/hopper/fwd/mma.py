@@ -50,6 +50,16 @@ class BlockSplit(NamedTuple):
     idle: gl.tensor  # because it has no rows at all
 
 
+class QueryTile(NamedTuple):
+    """The queries of a warpgroup's tile."""
+
+    q: gl.tensor  # in shared memory, or groups of its columns
+    q_state: gl.tensor  # of its stage
+    rows: gl.tensor  # as `open_rows` gives them
+    work: gl.tensor
+    blocks: gl.tensor  # of keys
+
+
 class BlockSoftmax(NamedTuple):
     """The softmax of a block of keys, ready to be multiplied with V."""
 
@@ -67,21 +77,12 @@ def attend_partition(
     STAGES: gl.constexpr = TILE.STAGES
     S_LAYOUT: gl.constexpr = accumulator(N)
     O_LAYOUT: gl.constexpr = accumulator(DV)
-    MASKED: gl.constexpr = (
-        FEATURES.LEFT or FEATURES.RIGHT or FEATURES.ENDS or FEATURES.MASK_MOD is not None
-    )
     UNEVEN: gl.constexpr = is_uneven(TILE.WARPGROUPS, TILE.BLOCK_N, is_banded=FEATURES.RIGHT)
     # Waited for before the exponentials, the next step needs no wait after them; but with two
     # stages it has not landed that early
     EARLY: gl.constexpr = STAGES > 2
     # Q has one stage: released after the last S of a tile, it is full again when the next begins
     ONE_Q: gl.constexpr = TILE.Q_STAGES == 1
-    # Rescale factors overlap with P V, before the wait for it; three warpgroups have no registers
-    # for that
-    PINNED: gl.constexpr = TILE.WARPGROUPS == 2
-    # And a quarter of the exponentials (+2 %). With a mask in the loop, or at other headdims, it
-    # gains nothing; half of them lose 3 %, as their conversions to P then stand alone
-    QUARTER: gl.constexpr = PINNED and TILE.BLOCK_DV == 128 and not MASKED
     dtype: gl.constexpr = output.smem.dtype
     q_ring = rings.q[WG]
     kv_ring = rings.kv_ring
@@ -90,7 +91,6 @@ def attend_partition(
     no_sums = row_sums(no_scores)
     no_max = gl.full([64], float("-inf"), gl.float32, row_of(S_LAYOUT))
     scale = exp_scale(Sequence(Lengths(0, 0, diagonal=0), 0.0, numbers=call.numbers), FEATURES)
-    NATURAL: gl.constexpr = FEATURES.BIAS or FEATURES.SCORE_MOD is not None
     modifiers = modifiers_of(call.optionals)
     call = KernelCall(call.queue, call.optionals, call.sizes, call.numbers, modifiers)
 
@@ -126,55 +126,11 @@ def attend_partition(
 
     while work.start != END:
         acc_o = gl.zeros([64, DV], gl.float32, O_LAYOUT)  # (64, BLOCK_DV)
+        query = QueryTile(q_tile, q_state, tile, work, blocks=split.blocks)
         for i in range(1, split.blocks):
-            n_block = key_block(work, i, call, FEATURES, TILE)  # a list may have to be read
-            if not EARLY:
-                wait_full(kv_ring, state)
-            pending_s = multiply_keys(q_tile, kv_ring, state=state, no_scores=no_scores, TILE=TILE)
-            pending_o = multiply_values(step.p, kv_ring, state=state, acc_o=acc_o)
-            bias = prefetch_bias(tile, n_block, call=call, FEATURES=FEATURES, TILE=TILE)
-            by_integers = integers_suffice(step.m_i, THRESHOLD)  # a vote, before the wait for S
-            s = warpgroup_mma_wait(1, deps=[pending_s])
-            bias = copied_bias(bias, rings.bias, WG, parity_of(state, STAGES), True, TILE)
-            if ONE_Q:
-                if i + 1 == split.blocks:
-                    release_by_threads(q_ring, q_state)
-            s, m_i = to_scores(
-                s,
-                bias,
-                tile,
-                i,
-                n_block,
-                step.m_i,
-                by_integers,
-                call,
-                dtype,
-                MASKED,
-                FEATURES,
-                TILE,
+            step, acc_o, state = attend_block(
+                i, step, acc_o, state, query, rings, scale, call, WG, dtype, FEATURES, TILE
             )
-            m_i = lagging_max(step.m_i, m_i)
-            release_bias(rings.bias, WG, TILE=TILE)
-            m_before, m_ref, factor = in_exponent(step.m_i, m_i, scale=scale, FEATURES=FEATURES)
-            if PINNED:
-                alpha, grows = rescale_factors(m_before, m_ref, work.start, not QUARTER)
-            if QUARTER:
-                s = exponentials_in(s, m_ref, factor, 0, 1, True, NATURAL)
-            if EARLY:
-                wait_full(kv_ring, advance(state, STAGES), pred=i + 1 < split.blocks)
-            acc_o = warpgroup_mma_wait(0, deps=[pending_o])
-            release_by_threads(kv_ring, state)
-            state = advance(state, STAGES)
-            if not PINNED:
-                alpha, grows = rescale_factors(m_before, m_ref, start=work.start, PINNED=False)
-            # Before the exponentials: behind a branch at their end, no conversion to P would stand
-            # beside them (headdim 128 causal, 16Ki: 0.957 of FlashAttention-3, and 0.995)
-            acc_o = rescale(acc_o, row_factor(alpha, O_LAYOUT), row_factor(grows, O_LAYOUT))
-            if QUARTER:
-                p = exponentials_in(s, m_ref, factor, 1, 4, False, NATURAL)
-            else:
-                p, _ = exponentials(s, m_before, m_new=m_ref, exp_scale=factor, MASKED=True)
-            step = softmax_step(p, m_i, alpha, step.l_i, tile, n_block, call, dtype, FEATURES, TILE)
         if UNEVEN:
             state = skip(kv_ring, state, count=split.idle, STAGES=STAGES)
 
@@ -225,6 +181,81 @@ def attend_partition(
             wait_full(kv_ring, state, pred=goes_on & (split.blocks > 1))
     # TMA still reads the last tile from shared memory
     tma.store_wait(0)
+
+
+@gluon.jit
+def attend_block(
+    i,
+    step,
+    acc_o,
+    state,
+    query,
+    rings,
+    scale,
+    call,
+    WG: gl.constexpr,
+    dtype: gl.constexpr,
+    FEATURES: gl.constexpr,
+    TILE: gl.constexpr,
+):
+    """Starts S of block i and P V of the block before, then computes the softmax of block i.
+    Returns it, O and the state of the ring of V.
+    """
+    N: gl.constexpr = TILE.BLOCK_N
+    STAGES: gl.constexpr = TILE.STAGES
+    O_LAYOUT: gl.constexpr = accumulator(TILE.BLOCK_DV)
+    MASKED: gl.constexpr = (
+        FEATURES.LEFT or FEATURES.RIGHT or FEATURES.ENDS or FEATURES.MASK_MOD is not None
+    )
+    NATURAL: gl.constexpr = FEATURES.BIAS or FEATURES.SCORE_MOD is not None
+    EARLY: gl.constexpr = STAGES > 2
+    # Rescale factors overlap with P V, before the wait for it; three warpgroups have no registers
+    # for that
+    PINNED: gl.constexpr = TILE.WARPGROUPS == 2
+    # And a quarter of the exponentials (+2 %). With a mask in the loop, or at other headdims, it
+    # gains nothing; half of them lose 3 %, as their conversions to P then stand alone
+    QUARTER: gl.constexpr = PINNED and TILE.BLOCK_DV == 128 and not MASKED
+    kv_ring = rings.kv_ring
+    tile = query.rows
+    n_block = key_block(query.work, i, call, FEATURES, TILE)  # a list may have to be read
+    if not EARLY:
+        wait_full(kv_ring, state)
+    no_scores = gl.zeros([64, N], gl.float32, accumulator(N))
+    pending_s = multiply_keys(query.q, kv_ring, state=state, no_scores=no_scores, TILE=TILE)
+    pending_o = multiply_values(step.p, kv_ring, state=state, acc_o=acc_o)
+    bias = prefetch_bias(tile, n_block, call=call, FEATURES=FEATURES, TILE=TILE)
+    by_integers = integers_suffice(step.m_i, THRESHOLD)  # a vote, before the wait for S
+    s = warpgroup_mma_wait(1, deps=[pending_s])
+    bias = copied_bias(bias, rings.bias, WG, parity_of(state, STAGES), True, TILE)
+    if TILE.Q_STAGES == 1:
+        if i + 1 == query.blocks:
+            release_by_threads(rings.q[WG], query.q_state)
+    s, m_i = to_scores(
+        s, bias, tile, i, n_block, step.m_i, by_integers, call, dtype, MASKED, FEATURES, TILE
+    )
+    m_i = lagging_max(step.m_i, m_i)
+    release_bias(rings.bias, WG, TILE=TILE)
+    m_before, m_ref, factor = in_exponent(step.m_i, m_i, scale=scale, FEATURES=FEATURES)
+    if PINNED:
+        alpha, grows = rescale_factors(m_before, m_ref, query.work.start, not QUARTER)
+    if QUARTER:
+        s = exponentials_in(s, m_ref, factor, 0, 1, True, NATURAL)
+    if EARLY:
+        wait_full(kv_ring, advance(state, STAGES), pred=i + 1 < query.blocks)
+    acc_o = warpgroup_mma_wait(0, deps=[pending_o])
+    release_by_threads(kv_ring, state)
+    state = advance(state, STAGES)
+    if not PINNED:
+        alpha, grows = rescale_factors(m_before, m_ref, start=query.work.start, PINNED=False)
+    # Before the exponentials: behind a branch at their end, no conversion to P would stand
+    # beside them (headdim 128 causal, 16Ki: 0.957 of FlashAttention-3, and 0.995)
+    acc_o = rescale(acc_o, row_factor(alpha, O_LAYOUT), row_factor(grows, O_LAYOUT))
+    if QUARTER:
+        p = exponentials_in(s, m_ref, factor, 1, 4, False, NATURAL)
+    else:
+        p, _ = exponentials(s, m_before, m_new=m_ref, exp_scale=factor, MASKED=True)
+    step = softmax_step(p, m_i, alpha, step.l_i, tile, n_block, call, dtype, FEATURES, TILE)
+    return step, acc_o, state
 
 
 @gluon.constexpr_function
