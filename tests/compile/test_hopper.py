@@ -2,23 +2,23 @@
 
 import dataclasses
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
 import triton
+from helpers.hopper_relaunch import alone
 from helpers.sass import assert_maxima_by_integers, innermost_loops
 from helpers.tiers import sample, sample_rows
 
 from tilewise import mods, scores
-from tilewise.kernels.common.arguments import aligned
-from tilewise.kernels.common.outputs import empty_out
-from tilewise.kernels.hopper.descriptors import checked
+from tilewise.explain.launches import build_launch
+from tilewise.kernels.common.operand import operands_of
 from tilewise.kernels.hopper.fwd import launch
-from tilewise.kernels.hopper.padded import is_flat, padded_width
 from tilewise.mods.flatten import modifiers_of
 from tilewise.problem import NO_MODS, Extras, Scalars, describe
 from tilewise.sparse import create_block_mask
-from tilewise.testing import SMEM_LIMIT, build, stats
+from tilewise.testing import SMEM_LIMIT, stats
 from tilewise.tuning.tables import TABLE
 
 pytestmark = pytest.mark.compile
@@ -46,23 +46,15 @@ FEATURES = {
 }
 
 
-def in_padded_rows(x):
-    return x if aligned(x) else x.new_empty(*x.shape[:-1], padded_width(x.shape[-1]))
-
-
 def compile_call(q, k, v, extras, scalars, names=NO_MODS):
-    """The plan of a call, and its kernel compiled for sm_90."""
+    """The constants of a call's launch by name, and its kernel compiled for sm_90."""
     problem = describe(q, k, v, extras, scalars, "bottom_right", False, names)
-    flat = is_flat(problem, v)
-    q, k = in_padded_rows(q), in_padded_rows(k)
-    v = v if flat else in_padded_rows(v)
-    plan = launch.plan_for(problem, q, extras, flat)
-    extras = launch.in_pairs(extras, plan)
-    out, lse = empty_out(problem, q)
-    args = launch.arguments(problem, plan, q, k, v, out, lse, extras, scalars)
-    constants = dict(FEATURES=plan.features, TILE=plan.tile, num_warps=4)
-    compiled = build(launch.hopper_fwd_kernel, *checked(args), on="sm90", **constants)
-    return plan, compiled
+    operands = operands_of(launch.FORWARD, (q, k, v, *extras.tensors))
+    planned = launch.forward_program(problem, scalars, **operands).launches[-1]
+    constants = SimpleNamespace(
+        features=planned.constants["FEATURES"], tile=planned.constants["TILE"]
+    )
+    return constants, build_launch(alone(planned), "sm90")
 
 
 def compiled_stats(

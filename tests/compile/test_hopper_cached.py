@@ -8,13 +8,14 @@ import pytest
 import torch
 import triton
 from helpers.cached_calls import check_cached
+from helpers.hopper_relaunch import alone
 from helpers.sass import innermost_loops, spills_in
 
+from tilewise.explain.launches import build_launch
 from tilewise.kernels.hopper.decode import launch as decoding
 from tilewise.kernels.hopper.decode.kernel import hopper_decode_kernel
 from tilewise.kernels.hopper.descriptors import checked
 from tilewise.kernels.hopper.fwd import cached as schedules
-from tilewise.kernels.hopper.fwd.kernel import hopper_fwd_kernel
 from tilewise.testing import SMEM_LIMIT, build, stats
 
 pytestmark = [pytest.mark.compile, pytest.mark.slow]
@@ -42,9 +43,9 @@ def compiled(headdims, page_size, causal, window=None, softcap=None, alibi=False
     cached = check_cached(q, k, v, table, lengths, learned, numbers, "bshd")
     out = q.new_empty(*q.shape[:-1], headdims[1])
     assert schedules.why_in_pieces(cached, out) is None
-    plan, args = schedules.plan_of(cached, out, torch.empty(batch, heads, 512))
-    constants = dict(FEATURES=plan.features, TILE=plan.tile, num_warps=4)
-    return plan, build(hopper_fwd_kernel, *checked(args), on="sm90", **constants)
+    program = schedules.program_of(cached, out, torch.empty(batch, heads, 512))
+    (launch,) = program.launches
+    return launch.constants["TILE"], build_launch(alone(launch), "sm90")
 
 
 def packed_step(headdims, page_size):
@@ -69,9 +70,8 @@ PACKED = [((128, 128), 16), ((128, 128), None), ((64, 64), 16), ((256, 256), 64)
 @pytest.mark.parametrize("headdims, page_size", PACKED)
 def test_chunks_of_packed_steps_compile(headdims, page_size):
     step = packed_step(headdims, page_size)
-    plan, args = schedules.plan_of(*step)
-    constants = dict(FEATURES=plan.features, TILE=plan.tile, num_warps=4, launch_pdl=True)
-    kernel = build(hopper_fwd_kernel, *checked(args), on="sm90", **constants)
+    (launch,) = schedules.program_of(*step).launches
+    kernel = build_launch(launch, "sm90")
     sizes = stats(kernel)
     assert sizes["smem"] <= SMEM_LIMIT["sm90"] and not sizes["wgmma_serialized"], sizes
     assert not sizes["copies_apart"] and not sizes["idle_barriers"], sizes
@@ -99,12 +99,12 @@ CASES = [x for x in CASES if x[:2] != ((192, 128), 8)]  # too many copies: refus
 
 @pytest.mark.parametrize("headdims, page_size, name", CASES)
 def test_pages_compile(headdims, page_size, name):
-    plan, kernel = compiled(headdims, page_size, **FEATURES[name])
+    tile, kernel = compiled(headdims, page_size, **FEATURES[name])
     found = stats(kernel)
     assert found["smem"] <= SMEM_LIMIT["sm90"] and found["spill_stores"] <= MOST[page_size], found
     assert found["HGMMA"] > 0 and found["UTMALDG"] > 0 and not found["wgmma_serialized"], found
     assert not found["copies_apart"] and not found["idle_barriers"], found
-    assert plan.tile.PAGE == min(page_size, plan.tile.BLOCK_N)
+    assert tile.PAGE == min(page_size, tile.BLOCK_N)
     loops = innermost_loops(kernel, "HGMMA")[:2]  # of each warpgroup
     assert not IS_3_6 or max(headdims) > 128 or sum(map(spills_in, loops)) == 0
     copies = innermost_loops(kernel, "UTMALDG")[0]

@@ -9,12 +9,13 @@ import torch
 import triton
 from helpers.tiers import sample_rows
 
+from tilewise.explain.launches import build_launch
 from tilewise.kernels.common.device_words import WORDS
+from tilewise.kernels.common.operand import gaps_in, operands_of
 from tilewise.kernels.common.outputs import empty_out
-from tilewise.kernels.hopper.descriptors import checked
 from tilewise.kernels.hopper.fwd import runs_launch
 from tilewise.problem import Extras, Scalars, describe
-from tilewise.testing import SMEM_LIMIT, build, stats
+from tilewise.testing import SMEM_LIMIT, stats
 
 pytestmark = pytest.mark.compile
 
@@ -48,20 +49,21 @@ def compiled(headdim, heads=2, causal=False, left=-1, softcap=0.0, alibi=False, 
     walk = runs_launch.Walk(runs, 32768, heads, (0, *range(1, 128)), 127)
     forward = runs_launch.RunsForward(problem, scalars, walk)
     plan = forward.plan(q, extras)
-    forward.table = runs_launch.table_of(walk, scalars, plan.tile.BLOCK_M, 1, q.device)
-    out, lse = empty_out(problem, q)
+    out, lse = empty_out(forward.problem, q)
     words = torch.zeros(WORDS, dtype=torch.int32)
-    args = forward.arguments(plan, (q, k, k, out), lse, extras, words, 10**12)
+    tiles = dict(plan=plan, limit=10**12, beside={})
+    table = runs_launch.table_of(walk, scalars, plan.tile.BLOCK_M, 1, q.device)
+    tensors = q, k, k, *extras[:2], words, out, lse, table
+    program = forward.program_of(operands=operands_of(runs_launch.NAMES, tensors), **tiles)
+    (launch,) = program.launches
     # A later launch has addresses where this one has tensors
-    pattern = forward.pattern(args, extras)
-    filled = pattern([1, 2, 3, 4, 5 if alibi else 0, 6 if sinks else 0])
-    assert filled[0] == 1 and filled[1] == args.queue._replace(counter=2)
-    runs = args.optionals.runs._replace(table=3, words=4)
-    asked = dict(alibi_slopes=5 if alibi else None, sinks=6 if sinks else None, runs=runs)
-    assert filled[2] == args.optionals._replace(**asked)
-    assert filled[3:] == args[7:11]
-    constants = dict(FEATURES=plan.features, TILE=plan.tile, num_warps=4)
-    return build(runs_launch.hopper_fwd_kernel, *checked(args), on="sm90", **constants)
+    gaps = {x.name for x in gaps_in(launch.positional)}
+    absent = {name for name, x in zip(("alibi_slopes", "sinks"), extras) if x is None}
+    assert gaps == {*runs_launch.NAMES, "tile_counter"} - absent
+    optionals = launch.args["optionals"]
+    assert optionals.runs.table.name == "table" and optionals.runs.words.name == "words"
+    assert alibi == (optionals.alibi_slopes is not None) and sinks == (optionals.sinks is not None)
+    return build_launch(launch, "sm90")
 
 
 CASES = [(headdim, name) for headdim in (64, 128, 256) for name in FEATURES]

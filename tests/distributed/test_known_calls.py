@@ -25,7 +25,10 @@ from tilewise.distributed.transport.device_arena import EVENTS, DeviceArena
 from tilewise.distributed.transport.device_barrier import PAD, DeviceBarrier
 from tilewise.kernels.common import relaunch
 from tilewise.kernels.common.outputs import empty_out
+from tilewise.kernels.common.program import Program
+from tilewise.kernels.common.workspace import Workspace
 from tilewise.kernels.hopper.fwd import runs_launch
+from tilewise.kernels.hopper.fwd.runs_launch import NAMES
 from tilewise.kernels.portable import launches
 
 TOKENS, HEADS = 256, (8, 4)
@@ -76,14 +79,10 @@ def gpu(monkeypatch):
         counts["current_stream"] += 1
         return stream
 
-    def first(forward, q, *given):
-        forward.table, forward.device = torch.zeros(1), None
-        forward.relaunch = SimpleNamespace(
-            described=SimpleNamespace(at=lambda which, address: [address]),
-            kernel=lambda *given: counts.update(["attention"]),
-            args=tuple,
-            constants=(),
-        )
+    def first(forward, *given):
+        forward.table = torch.zeros(1)
+        forward.program = Program(NAMES, [], Workspace(CPU))
+        forward.program.again = [lambda stream, row: counts.update(["attention"])]
 
     def whole(spec, q, k, v):
         counts["attention"] += 1

@@ -12,10 +12,12 @@ from helpers.tiers import sample, sample_rows
 
 import tilewise
 from tilewise.frontend.scalars import longest_of
+from tilewise.kernels.common.direct import filler
 from tilewise.kernels.hopper.decode import launch as decoding
 from tilewise.kernels.hopper.fwd import cached as schedules
 from tilewise.testing import use_emulator
 from tilewise.testing.tolerance import assert_within
+from tilewise.tile.types import Optionals
 
 BF16 = torch.bfloat16
 CHUNK = 32  # queries from which on a packed sequence is one, below
@@ -170,22 +172,38 @@ def test_addresses_are_in_the_places_of_their_arguments():
     """Of later launches, of which a chunk's arguments have another order than a step's."""
     s = drawn([40], [50])
     slopes, sinks = torch.ones(4), torch.ones(4)
-    seen = []
-
-    class Relaunch:
-        constants = ()
-
-        class described:
-            at = staticmethod(lambda which, address: [address])
-
-        args = staticmethod(lambda row: seen.append(row) or ())
-        kernel = staticmethod(lambda *args: None)
-
     cached = check_cached(
         *(torch.stack(s.q), contiguous(s.k), contiguous(s.v), None),
         *((s.lengths, None), (slopes, sinks, None), (True, None, None, None, None), "bshd"),
     )
     out, lse = torch.empty(1, 40, 4, 64), torch.empty(1, 4, 40)
-    step = schedules.ChunkStep(cached, Relaunch, out, lse)
-    step.launch_with("counter", 0, ["q", "k", "v", "used", "slopes", "sinks", "out", "lse"])
-    assert seen == [("lse", "counter", "slopes", "sinks", "used", *[0] * 5)]
+    program = schedules.program_of(cached, out, lse)
+    (launch,) = program.launches
+    names = "q", "k", "v", "seqused_k", "alibi_slopes", "sinks", "out", "lse", "tile_counter"
+    assert program.names == [*names] and program.takes_addresses
+    fill = filler(launch.positional, program.names)
+    *described, of_lse, _, optionals = fill(*range(1, 1 + len(program.names)))[:7]
+    assert [x[0] for x in described] == [1, 2, 3, 7] and of_lse == 8
+    optionals = Optionals(*optionals)
+    assert (optionals.seqused_k, optionals.alibi_slopes, optionals.sinks) == (4, 5, 6)
+
+
+def test_addresses_of_packed_chunks(monkeypatch):
+    """They have a counter of their own, and slopes and sinks are no lengths."""
+    cached = cached_of(longest=64)
+    slopes, sinks = torch.ones(32), torch.ones(32)
+    extras = cached.extras._replace(alibi_slopes=slopes, sinks=sinks)
+    cached = cached._replace(extras=extras)
+    out, lse = torch.empty(130, 32, 64, dtype=BF16), torch.empty(32, 130)
+    program = schedules.program_of(cached, out, lse, torch.zeros(1, dtype=torch.int32))
+    names = "q", "k", "v", "page_table", "seqused_k", "cu_seqlens_q", "alibi_slopes", "sinks"
+    names += "out", "lse", "counter"
+    assert program.names == [*names] and program.takes_addresses
+    (launch,) = program.launches
+    assert launch.args["queue"].counter.name == "counter"
+    optionals, named = launch.args["optionals"], ("alibi_slopes", "sinks", "seqused_k")
+    assert [getattr(optionals, name).name for name in (*named, "cu_seqlens_q")] == [
+        *named,
+        "cu_seqlens_q",
+    ]
+    assert optionals.pages.page_table.name == "page_table"

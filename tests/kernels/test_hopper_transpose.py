@@ -57,7 +57,7 @@ def test_bits_are_those_of_a_pass_before(name, seed):
 def test_words_are_0_again_also_where_the_counter_of_tiles_is_among_them(monkeypatch):
     """As in a captured graph, whose launches share counters; the second launch would hang."""
     words = torch.zeros(128, dtype=torch.int32)
-    monkeypatch.setattr("tilewise.kernels.hopper.fwd.launch.counter_of", lambda device: words)
+    monkeypatch.setattr("tilewise.kernels.hopper.fwd.fp8_launch.counter_of", lambda device: words)
     monkeypatch.setattr(fp8_launch, "counters_of", lambda device, count: words)
     call = fp8.normal_call([300], [300], fp8.Heads(3, 3, 64, 64))
     attend, expected = forwards(call, causal=True)

@@ -8,7 +8,7 @@ import torch
 from helpers.tiers import every, sample
 
 import tilewise
-from tilewise.kernels.hopper import descriptors
+from tilewise.kernels.hopper import descriptors, tile_counter
 from tilewise.kernels.hopper.fwd import launch
 from tilewise.ops import calls
 from tilewise.problem import Extras, Scalars, describe
@@ -145,7 +145,7 @@ def test_unused_keys_of_a_batch(memory, causal):
 def one_counter(monkeypatch):
     """A counter that outlives its launch, as on a GPU."""
     counter = torch.zeros(1, dtype=torch.int32)
-    monkeypatch.setattr(launch, "counter_of", lambda device: counter)
+    monkeypatch.setattr(tile_counter, "counter", lambda *of: counter)
     return counter
 
 

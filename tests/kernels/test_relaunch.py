@@ -8,18 +8,16 @@ import math
 import pytest
 import torch
 from helpers.fake_kernels import Kernel, compiled_for, has_rest, plain, saved_of
-from helpers.looks import CALLS, call_of, counts, packed, starts
+from helpers.looks import CALLS, call_of, counts
 
 from tilewise.kernels.common import relaunch
 from tilewise.kernels.common.relaunch import distinct_views, pattern_of
 from tilewise.kernels.hopper.bwd import launch as bwd_launch
 from tilewise.kernels.hopper.bwd import queue as bwd_queue
 from tilewise.kernels.hopper.bwd import relaunch as bwd_again
-from tilewise.kernels.hopper.fwd import launch
 from tilewise.ops import attention as ops
 from tilewise.ops import calls
 from tilewise.problem import Between, Call, Extras, Saved, Scalars, describe
-from tilewise.tile.types import Optionals
 
 BF16 = torch.bfloat16
 
@@ -51,7 +49,6 @@ def log(monkeypatch):
         return make
 
     names = {
-        launch: ["hopper_fwd_kernel"],
         bwd_launch: [
             *("bwd_delta_kernel", "hopper_bwd_kernel", "hopper_bwd_dq_kernel"),
             *("attn_bwd_dbias_kernel", "attn_bwd_rest_kernel"),
@@ -61,11 +58,9 @@ def log(monkeypatch):
         for name in kernels:
             monkeypatch.setattr(module, name, Kernel(name, log))
         monkeypatch.setattr(module, "num_sms", lambda device: 132)
-    for module in (launch, bwd_queue):
-        monkeypatch.setattr(module, "counter_of", once("counter", lambda d: torch.zeros(1).int()))
-    for module in (launch, bwd_again):
-        monkeypatch.setattr(module, "direct_of", Quick)
-        monkeypatch.setattr(module, "counter", once("counter", lambda *_: torch.zeros(1).int()))
+    monkeypatch.setattr(bwd_queue, "counter_of", once("counter", lambda d: torch.zeros(1).int()))
+    monkeypatch.setattr(bwd_again, "direct_of", Quick)
+    monkeypatch.setattr(bwd_again, "counter", once("counter", lambda *_: torch.zeros(1).int()))
     monkeypatch.setattr(bwd_launch, "make_scratch", once("scratch", scratch_in_one))
     monkeypatch.setattr(bwd_again, "make_others", lambda *_: made["scratch"][5:])
     new_empty = torch.Tensor.new_empty
@@ -76,7 +71,6 @@ def log(monkeypatch):
         return new_empty(x, *shape, **options)
 
     monkeypatch.setattr(torch.Tensor, "new_empty", in_scratch)
-    monkeypatch.setattr(launch, "empty_out", once("out", launch.empty_out))
     monkeypatch.setattr(bwd_launch, "empty_grads", once("grads", bwd_launch.empty_grads))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     for name in ("_cuda_getDevice", "_cuda_getCurrentRawStream"):
@@ -97,19 +91,6 @@ def scratch_in_one(problem, shapes, lse):
     ]
     views[3] = None if views[3] is None else views[3].view(torch.int32)
     return bwd_again.Scratch(*views, *make_others(problem, shapes, lse))
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_forward(log, name):
-    first, second = call_of(name), call_of(name)
-    one = launch.Forward(*first[:2])
-    for _, _, tensors, extras in (first, second, second):
-        one(*tensors, extras)
-    launch.Forward(*second[:2])(*second[2], second[3])
-    assert [how for _, how, *_ in log] == ["front", "again", "again", "front"]
-    assert plain(log[1][3]) == plain(log[2][3]) == plain(log[3][3])
-    assert log[1][2] == log[3][2]
-    assert compiled_for(log[0][3]) == compiled_for(log[3][3])
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -197,21 +178,6 @@ def test_backwards_of_one_call_are_bounded(log, monkeypatch):
     assert [*known.backwards] == [*range(20 - ops.LOOKS, 20)]
 
 
-def test_tensors_that_were_one_are_two_later(log):
-    shared, other = starts(5), starts(5)
-    of_q, of_k, _ = packed()
-    q, k = torch.randn(of_q).to(BF16), torch.randn(of_k).to(BF16)
-    extras = Extras(cu_seqlens_q=shared, cu_seqlens_k=shared)
-    problem = describe(q, k, k, extras, Scalars(1.0), "bottom_right", False)
-    one = launch.Forward(problem, Scalars(1.0))
-    one(q, k, k, extras)
-    one(q, k, k.clone(), extras._replace(cu_seqlens_k=other))
-    assert log[1][1] == "again"
-    count = len(Optionals._fields)
-    (optionals,) = (x for x in log[1][3] if isinstance(x, tuple) and len(x) == count)
-    assert Optionals(*optionals)[5:7] == (shared.data_ptr(), other.data_ptr())
-
-
 def test_a_copied_tensor_is_copied_each_time(log):
     """Slopes that are not contiguous, and keys whose batches are no whole heads apart."""
     slopes = torch.rand(4, 2)[:, 0]
@@ -222,33 +188,29 @@ def test_a_copied_tensor_is_copied_each_time(log):
         (Extras(seqused_k=counts(2)), padded),
     ):
         problem = describe(q, keys, keys, extras, Scalars(1.0), "bottom_right", False)
-        one, back = (x(problem, Scalars(1.0)) for x in (launch.Forward, bwd_launch.Backward))
+        back = bwd_launch.Backward(problem, Scalars(1.0))
         out, lse = torch.zeros_like(q), torch.zeros(2, 4, 64)
         for _ in range(2):
-            one(q, keys, keys, extras)
             back(Saved(q, None, q, keys, keys, out, lse), extras)
-        assert one.relaunch is None and back.ready is None
+        assert back.ready is None
     assert {how for _, how, *_ in log} == {"front"}
 
 
 def test_a_profiler_sees_every_launch(log, monkeypatch):
     call = call_of("sinks")
-    one, back = launch.Forward(*call[:2]), bwd_launch.Backward(*call[:2])
+    back = bwd_launch.Backward(*call[:2])
     monkeypatch.setattr(relaunch, "has_launch_hooks", lambda: True)
     for _ in range(2):
-        one(*call[2], call[3])
         back(*saved_of(call, call[2][0]))
     assert {how for _, how, *_ in log} == {"front"}
 
 
 def test_another_device_is_current(log, monkeypatch):
     call = call_of("sinks")
-    one, back = launch.Forward(*call[:2]), bwd_launch.Backward(*call[:2])
-    one(*call[2], call[3])
+    back = bwd_launch.Backward(*call[:2])
     back(*saved_of(call, call[2][0]))
     log.clear()
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1)
-    one(*call[2], call[3])
     back(*saved_of(call, call[2][0]))
     assert {how for _, how, *_ in log} == {"front"}
 

@@ -19,7 +19,7 @@ from ..tile.paging import capacity
 from ..tile.split_kv import pieces
 from .cards import Card, Roof, cpu_roof
 from .dense import Answer, Launched, built_by, chosen_of, standing_in
-from .launches import Launch, at_once, build_launch, launch_of
+from .launches import Launch, at_once, build_launch, hopper_launch, launch_of
 from .steps import INT32, Decode
 
 FP32 = 4  # bytes
@@ -200,18 +200,9 @@ def portable_launch(launch: Any, target: str) -> Launch:
 
 def chunk_launch(cached: Cached) -> Launch:
     """Hopper's launch of a chunk: that of the training forward."""
-    from ..kernels.hopper.descriptors import checked
-    from ..kernels.hopper.fwd.cached import plan_of
-    from ..kernels.hopper.fwd.launch import hopper_fwd_kernel
-    from ..testing import build
+    from ..kernels.hopper.fwd.cached import program_of
 
-    plan, args = plan_of(cached, *outputs_of(cached))
-    tile, constants = plan.tile, dict(FEATURES=plan.features, TILE=plan.tile, num_warps=4)
-    compiled = functools.partial(build, hopper_fwd_kernel, *checked(args), on="sm90", **constants)
-    launch = launch_of(
-        "hopper_fwd_kernel", tile, stages=tile.STAGES, tiles=args.queue.tiles, build=compiled
-    )
-    return launch._replace(is_persistent=True, pack=tile.PACK)
+    return hopper_launch(program_of(cached, *outputs_of(cached)).launches[-1])
 
 
 def hopper_plan(of: Decode, cached: Cached, card: Card) -> Planned:

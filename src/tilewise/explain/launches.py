@@ -136,32 +136,21 @@ def _portable(call: Call, target: str, direction: str) -> list[Launch]:
 
 
 def _hopper_forward(call: Call) -> Launch:
-    from ..kernels.common.outputs import empty_out
-    from ..kernels.hopper.descriptors import checked
-    from ..kernels.hopper.fwd import launch as fwd_launch
-    from ..kernels.hopper.padded import is_flat, is_padded
-    from ..testing import build
+    from ..kernels.common.operand import operands_of
+    from ..kernels.hopper.fwd import launch
 
     problem, q, k, v, extras, scalars = call
-    flat = is_padded(problem) and is_flat(problem, v)
-    q, k, v = *map(_in_padded_rows, (q, k)), v if flat else _in_padded_rows(v)
-    if problem.has_seqused_k and not problem.is_packed:
-        k, v = fwd_launch.in_steps(k), fwd_launch.in_steps(v)
-    plan = fwd_launch.plan_for(problem, q, extras, flat)
-    extras = fwd_launch.in_pairs(extras, plan)
-    out, lse = empty_out(problem, q)
-    args = fwd_launch.arguments(problem, plan, q, k, v, out, lse, extras, scalars)
-    kernel = fwd_launch.hopper_fwd_kernel
-    constants = dict(FEATURES=plan.features, TILE=plan.tile, num_warps=4)
-    building = functools.partial(build, kernel, *checked(args), on="sm90", **constants)
-    launch = launch_of(
-        "hopper_fwd_kernel",
-        plan.tile,
-        stages=plan.tile.STAGES,
-        tiles=args.queue.tiles,
-        build=building,
-    )
-    return launch._replace(is_persistent=True, pack=plan.tile.PACK)
+    operands = operands_of(launch.FORWARD, (q, k, v, *extras.tensors))
+    program = launch.forward_program(problem, scalars, **operands)
+    return hopper_launch(program.launches[-1])
+
+
+def hopper_launch(launch: Any) -> Launch:
+    """A forward of Hopper's, whose programs take tile after tile."""
+    tile, tiles = launch.constants["TILE"], launch.args["queue"].tiles
+    build, name = functools.partial(build_launch, launch, "sm90"), launch.kernel.__name__
+    shown = launch_of(name, tile, stages=tile.STAGES, tiles=tiles, build=build)
+    return shown._replace(is_persistent=True, pack=tile.PACK)
 
 
 def _hopper_backward(call: Call) -> Launch:

@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .operand import Gap, gaps_in
+from .operand import Encoded, Gap, gaps_in
 from .packed import packed
 
 Relaunch = Callable[[int, Sequence[Any]], None]  # a launch on a stream, of what is in a row
@@ -114,6 +114,9 @@ def filler(args: tuple, names: Sequence[str]) -> Callable[..., tuple]:
     constants: dict[str, Any] = {}
 
     def text_of(item: Any) -> str:
+        if isinstance(item, Encoded) and item.name not in parameters:
+            constants[name := f"constant{len(constants)}"] = item.encode
+            return f"{name}({parameters[item.base]})"
         if isinstance(item, Gap):
             return parameters[item.name]
         if isinstance(item, tuple) and any(gaps_in(item)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,28 @@ class Gap:
 
     def __init__(self, name: str) -> None:
         self.name = name
+
+
+class Provided(Gap):
+    """A tensor that the program gets itself at every call, such as the counter of a stream's tiles.
+    `get` takes the device, its index, None of a CPU, and the stream.
+    """
+
+    __slots__ = ("get",)
+
+    def __init__(self, name: str, get: Callable[..., Tensor]) -> None:
+        super().__init__(name)
+        self.get = get
+
+
+class Encoded(Gap):
+    """What a kernel takes in the place of the address of the tensor `base`."""
+
+    __slots__ = ("base", "encode")
+
+    def __init__(self, name: str, base: str, encode: Callable[[int], Any]) -> None:
+        super().__init__(name)
+        self.base, self.encode = base, encode
 
 
 class Operand(Gap):
@@ -75,9 +97,36 @@ class Operand(Gap):
         return self.address
 
     def view(self, dtype: torch.dtype) -> Operand:
-        """A view as elements of another dtype of as many bytes."""
-        place: dict[str, Any] = dict(strides=self.strides, address=self.address)
-        return Operand(self.name, self.shape, dtype, self.device, is_copied=self.is_copied, **place)
+        """A view of dense rows as elements of another dtype."""
+        shape, strides = list(self.shape), list(self.strides)
+        if dtype.itemsize != self.itemsize:
+            times = dtype.itemsize // self.itemsize
+            shape[-1] //= times
+            strides[:-1] = [step // times for step in strides[:-1]]
+        return self._view(shape, tuple(strides), dtype)
+
+    def transpose(self, one: int, other: int) -> Operand:
+        """A view with two dimensions exchanged."""
+        order = list(range(self.dim()))
+        order[one], order[other] = order[other], order[one]
+        strides = tuple(self.strides[n] for n in order)
+        return self.as_strided([self.shape[n] for n in order], strides)
+
+    def unsqueeze(self, dim: int) -> Operand:
+        """A view with a dimension of one element before this one."""
+        shape, strides = list(self.shape), list(self.strides)
+        step = shape[dim] * strides[dim] if dim < len(shape) else 1
+        return self.as_strided(
+            [*shape[:dim], 1, *shape[dim:]], [*strides[:dim], step, *strides[dim:]]
+        )
+
+    def as_strided(self, shape: Sequence[int], strides: Sequence[int]) -> Operand:
+        """A view from the same address on, which is all that kernels take of it."""
+        return self._view(shape, tuple(strides), self.dtype)
+
+    def _view(self, shape: Sequence[int], strides: tuple[int, ...], dtype: torch.dtype) -> Operand:
+        place: dict[str, Any] = dict(strides=strides, address=self.address)
+        return Operand(self.name, shape, dtype, self.device, is_copied=self.is_copied, **place)
 
     def is_contiguous(self) -> bool:
         """Whether its elements lie in order without gaps."""
@@ -134,6 +183,15 @@ def operands_of(fields: Sequence[str], tensors: Sequence[Tensor | None]) -> dict
     return dict(zip(fields, operands[:first])) | {CAPTURED: tuple(operands[first:])}
 
 
+def as_bits(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """A view as elements of another dtype."""
+    if dtype.itemsize != x.itemsize:
+        # Along a dimension of one element a stride may be odd, of which torch makes no pairs
+        strides = [step if n > 1 else 0 for n, step in zip(x.shape[:-1], x.stride())]
+        x = x.as_strided(x.shape, (*strides, 1))
+    return x.view(dtype)
+
+
 def gaps_in(item: Any) -> Iterator[Any]:
     """The gaps of nested arguments."""
     if isinstance(item, Gap):
@@ -148,7 +206,7 @@ def filled(item: Any, values: Mapping[str, Any]) -> Any:
     if isinstance(item, Gap):
         value = values[item.name]
         is_other = isinstance(item, Operand) and value.dtype != item.dtype  # viewed as bits
-        return value.view(item.dtype) if is_other else value
+        return as_bits(value, item.dtype) if is_other else value
     if isinstance(item, tuple) and any(gaps_in(item)):  # constants stay the objects they are
         parts = [filled(x, values) for x in item]
         return type(item)._make(parts) if hasattr(item, "_fields") else tuple(parts)

@@ -8,7 +8,7 @@ Triton, at all later calls.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from ...tuning.select import is_overridden
 from .alignment import ALIGNMENT
 from .building import first_launch, on_device
 from .direct import Relaunch, past_triton, relaunch_of
-from .operand import Operand, filled, gaps_in, operands_of
+from .operand import Operand, Provided, filled, gaps_in, operands_of
 from .relaunch import may_relaunch
 from .workspace import Workspace, allocator_of, starts_of, tensors_of
 
@@ -40,22 +40,26 @@ class Launch(NamedTuple):
         """All arguments as a compiled kernel takes them."""
         return *self.args.values(), *self.constants.values()
 
+    def filled(self, values: Mapping[str, Any]) -> list[Any]:
+        """The arguments of the tensors of these names, as Triton's front end takes them."""
+        return [filled(x, values) for x in self.args.values()]
+
     def start(self, values: dict[str, Any], device: torch.device) -> Any:
         """Launches through Triton's front end, of the tensors of these names. Returns the compiled
         kernel, or None where the interpreter ran it.
         """
-        args = [filled(x, values) for x in self.args.values()]
+        args = self.filled(values)
         if device.type == "cpu" and any(cpu_modes()):
             interpret(self.kernel)[(self.programs,)](*args, **self.constants)
             return None
         options = self.constants | self.options
         return first_launch(self.kernel, self.programs, *args, **options)
 
-    def relaunch_of(self, compiled: Any, names: Sequence[str]) -> Relaunch:
-        """A launch of the compiled kernel as a function of a stream and of the addresses of the
-        tensors of these names.
+    def relaunch_of(self, compiled: Any, values: dict[str, Any]) -> Relaunch | None:
+        """A launch of the compiled kernel as a function of a stream and of a row of addresses, in
+        the order of these tensors, of which it was launched first; None where there is no way.
         """
-        return relaunch_of(past_triton(compiled, self.programs), self.positional, names)
+        return relaunch_of(past_triton(compiled, self.programs), self.positional, [*values])
 
 
 def checked(launch: Launch) -> Launch:
@@ -102,9 +106,13 @@ class Program:
         self.rooms = [(tuple(x.shape), x.strides, x.dtype) for x in self.made]
         self.cleared = [place for place, x in enumerate(self.made) if x.is_cleared]
         self.returned = [None if x is None else self.made.index(x) for x in outputs]
-        in_row = *self.made, *self.slices, *self.zeros
+        gaps = (x for launch in self.launches for x in gaps_in(launch.positional))
+        self.provided = [*{x.name: x for x in gaps if isinstance(x, Provided)}.values()]
+        in_row = *self.made, *self.slices, *self.zeros, *self.provided
         self.names = [*names, *(x.name for x in in_row)]
         self.copied = self._copied()
+        # Whether addresses are all that it is launched by
+        self.takes_addresses = not self.copied and len(self.launches) == len(self.steps)
         self.empty = allocator_of(self.device)
         self.index: int | None = None  # of the device for which the kernels are compiled
         self.again: list[Relaunch | TorchStep] | None = None
@@ -140,6 +148,9 @@ class Program:
         if self.needs_scratch:
             triton.set_allocator(scratch)
         stream = torch._C._cuda_getCurrentRawStream(self.index)
+        if self.provided:
+            provided = [x.get(self.device, self.index, stream) for x in self.provided]  # held
+            row += [x.data_ptr() for x in provided]
         for step in again:
             if type(step) is TorchStep:
                 step.function(*[tensors[self.names.index(x)] for x in step.names])
@@ -148,8 +159,8 @@ class Program:
         return tuple([None if place is None else new_tensors[place] for place in self.returned])
 
     def again_at(self, row: Sequence[Any]) -> bool:
-        """Launches it by the addresses of all in the order of its names; whether that could be
-        done.
+        """Launches it by the addresses of all in the order of its names but what it provides;
+        whether that could be done.
         """
         if self.again is None or not may_relaunch(self.index):
             return False
@@ -158,6 +169,9 @@ class Program:
 
     def launch(self, stream: int, row: Sequence[Any]) -> None:
         """Launches it by addresses, on a stream of the current device."""
+        if self.provided:
+            provided = [x.get(self.device, self.index, stream) for x in self.provided]  # held
+            row = [*row, *[x.data_ptr() for x in provided]]
         for step in self.again:
             step(stream, row)
 
@@ -170,6 +184,7 @@ class Program:
             new_tensors = [x.new() for x in self.made]
             values = dict(zip(self.names, (*tensors, *new_tensors)))
             values |= tensors_of(self.slices, self.device) | tensors_of(self.zeros, self.device)
+            values |= self._provided()
             triton.set_allocator(scratch)  # per thread: autograd's backward runs in its own
             for step in self.steps:
                 if isinstance(step, TorchStep):
@@ -177,11 +192,19 @@ class Program:
                 else:
                     compiled.append(step.start(values, self.device))
         if self.again is None and None not in compiled and torch.version.hip is None:
-            self._keep(iter(compiled))
+            self._keep(iter(compiled), values)
         return tuple(None if place is None else new_tensors[place] for place in self.returned)
 
-    def _keep(self, compiled: Iterator[Any]) -> None:
-        """Keeps how the compiled kernels are launched past Triton."""
+    def _provided(self) -> dict[str, Tensor]:
+        """What the program gets itself, by name."""
+        index, stream = None, 0
+        if self.provided and self.device.type != "cpu":
+            index = torch.cuda.current_device()
+            stream = torch._C._cuda_getCurrentRawStream(index)
+        return {x.name: x.get(self.device, index, stream) for x in self.provided}
+
+    def _keep(self, compiled: Iterator[Any], values: dict[str, Any]) -> None:
+        """Keeps how the compiled kernels are launched past Triton, unless one cannot be."""
         again: list[Relaunch | TorchStep] = []
         for step in self.steps:
             if isinstance(step, TorchStep):
@@ -189,7 +212,9 @@ class Program:
                 continue
             kernel = next(compiled)
             self.needs_scratch |= asks_for_memory(kernel)
-            again.append(step.relaunch_of(kernel, self.names))
+            if (relaunch := step.relaunch_of(kernel, values)) is None:
+                return
+            again.append(relaunch)
         self.index = self.device.index  # before `again`, which another thread may see
         self.again = again
 
@@ -198,6 +223,8 @@ class Program:
         is_copied: dict[str, bool] = {}
         for launch in self.launches:
             for x in gaps_in(launch.positional):
+                if isinstance(x, Provided):
+                    continue
                 if is_copied.setdefault(x.name, x.is_copied) != x.is_copied:
                     raise TypeError(f"{x.name} and a copy of it are arguments of one program")
         return [place for place, name in enumerate(self.names) if is_copied.get(name)]
@@ -234,12 +261,13 @@ def asks_for_memory(compiled: Any) -> bool:
 
 def fake_args(launch: Launch) -> list[Any]:
     """The arguments as an offline compiler takes them: empty CPU tensors for operands."""
-    values = {x.name: fake_tensor(x) for x in gaps_in(launch.positional)}
-    return [filled(x, values) for x in launch.args.values()]
+    return launch.filled({x.name: fake_tensor(x) for x in gaps_in(launch.positional)})
 
 
-def fake_tensor(operand: Operand) -> Tensor:
+def fake_tensor(operand: Operand | Provided) -> Tensor:
     """An empty tensor of the dtype and alignment of an operand."""
+    if isinstance(operand, Provided):
+        return operand.get(torch.device("cpu"), None, 0)
     memory = torch.empty(64, dtype=operand.dtype)
     return memory[1:] if operand.address % ALIGNMENT else memory
 

@@ -76,7 +76,7 @@ def ragged_steps(x: Tensor) -> tuple[int, int, int]:
     return by_row, by_head, by_batch // by_head if batch > 1 else 0
 
 
-def flat(x: Tensor) -> Tensor:
+def flat(x: Any) -> Tensor:
     """A view of the memory as one head, whose rows hold all heads."""
     batch, rows, heads, columns = x.shape
     shape = batch, rows, 1, (heads - 1) * x.stride(2) + columns

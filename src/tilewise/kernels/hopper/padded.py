@@ -4,16 +4,17 @@ they are copied into rows that are padded with zeros to a multiple of 8 elements
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import triton
 
-from ...problem import Extras, Grads, Problem
+from ...problem import Grads, Problem
 from ..common.arguments import aligned
+from ..common.program import TorchStep
+from ..common.workspace import Workspace
 from .copy_rows import UNIT, copy_rows
 
 Tensor = torch.Tensor
@@ -37,22 +38,55 @@ def padded_width(columns: int) -> int:
 def in_padded_rows(*tensors: Tensor) -> list[Tensor]:
     """The tensors, or copies of those that TMA cannot read."""
     readable = list(tensors)
-    wrong = [n for n, x in enumerate(tensors) if x.stride(-1) != 1 or not aligned(x)]
+    wrong = [n for n, x in enumerate(tensors) if not is_readable(x)]
     for n, copy in zip(wrong, copies_in_padded_rows(*(tensors[n] for n in wrong))):
         readable[n] = copy
     return readable
 
 
+def is_readable(x: Tensor) -> bool:
+    """Whether TMA can read the rows of a tensor."""
+    return x.stride(-1) == 1 and aligned(x)
+
+
 def copies_in_padded_rows(*tensors: Tensor) -> list[Tensor]:
     """Copies that TMA can read, by one launch. Their columns are the padded ones, with zeros."""
     copies = [x.new_empty(*x.shape[:-1], padded_width(x.shape[-1])) for x in tensors]
-    pairs = list(zip(tensors, copies))
+    copy_into_padded_rows(*tensors, *copies)
+    return copies
+
+
+def copy_into_padded_rows(*tensors: Tensor) -> None:
+    """Copies the first half of the tensors into the others."""
+    count = len(tensors) // 2
+    pairs = list(zip(tensors[:count], tensors[count:]))
     copy_rows(*((x, copy, copy.shape[-1]) for x, copy in pairs if x.stride(-1) == 1))
     for x, copy in pairs:
         if x.stride(-1) != 1:
             copy[..., : x.shape[-1]] = x
             copy[..., x.shape[-1] :] = 0
-    return copies
+
+
+class Readable:
+    """The operands of a program as TMA can read them, and the steps that copy them to there."""
+
+    def __init__(self, work: Workspace) -> None:
+        self.work = work
+        self.steps: list[TorchStep] = []
+
+    def copied(self, operands: Sequence[Any], which: Sequence[bool]) -> list[Any]:
+        """The operands, with copies in padded rows for some of them, by one launch."""
+        pairs = {
+            x.name: self.work.add(
+                f"{x.name} in padded rows", (*x.shape[:-1], padded_width(x.shape[-1])), x.dtype
+            )
+            for x, is_copied in zip(operands, which)
+            if is_copied
+        }
+        if pairs:
+            names = *pairs, *(x.name for x in pairs.values())
+            self.steps.append(TorchStep(copy_into_padded_rows, names))
+        return [pairs.get(x.name, x) for x in operands]
 
 
 def is_flat(problem: Problem, v: Tensor) -> bool:
@@ -68,19 +102,8 @@ def is_flat(problem: Problem, v: Tensor) -> bool:
         return False
     reaches = columns + UNIT - math.gcd(UNIT, step)  # with what it may begin with of another head
     fits = reaches <= max(64, triton.next_power_of_2(columns)) and step > 0 and step % unit == 0
-    return fits and v.stride(-1) == 1 and aligned(v[:, :, :1])
-
-
-class PaddedLaunch:
-    """A forward that reads copies, but of a flat v."""
-
-    def __init__(self, problem: Problem, make: Callable[..., Any]) -> None:
-        self.problem, self.make = problem, functools.cache(make)
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> tuple[Tensor, Tensor]:
-        if is_flat(self.problem, v):
-            return self.make(True)(*in_padded_rows(q, k), v, extras)
-        return self.make(False)(*in_padded_rows(q, k, v), extras)
+    first_head = v.as_strided((*v.shape[:2], 1, columns), v.stride())
+    return fits and v.stride(-1) == 1 and aligned(first_head)
 
 
 def with_padded_rows(grads: Grads) -> Grads:

@@ -16,12 +16,18 @@ from collections.abc import Callable
 import torch
 
 from ..common.kept import kept
+from ..common.operand import Provided
 
 Tensor = torch.Tensor
 RESERVED = 2**18  # counters set aside at a time for captured graphs: 1 MB
 LINE = 32  # of a line of the L2 cache: no two graphs count in one
 
 _counters: dict[tuple[int, int], Tensor] = {}
+
+
+def tile_counter() -> Provided:
+    """The counter of tiles as a plan has it: the program gets that of its device and stream."""
+    return Provided("tile_counter", counter)
 
 
 def counter_of(device: torch.device) -> Tensor:
@@ -32,12 +38,14 @@ def counter_of(device: torch.device) -> Tensor:
     return counter(device, index, torch._C._cuda_getCurrentRawStream(index))
 
 
-def counter(device: torch.device, index: int, stream: int) -> Tensor:
+def counter(device: torch.device, index: int | None, stream: int) -> Tensor:
     """The counter that hands out tiles: 0 before and after every launch.
 
     Launches of one stream follow each other and share it. A captured graph, which may be replayed
     beside them, gets one of its own.
     """
+    if index is None:  # of a CPU
+        return torch.zeros(1, dtype=torch.int32)
     if torch._C._cuda_isCurrentStreamCapturing():
         return _captured.counters(device, index, stream, 1)
     key = index, stream

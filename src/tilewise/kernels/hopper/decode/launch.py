@@ -196,7 +196,7 @@ class DecodeStep(decode_step.DecodeStep):
 
     call: Any  # with the stream and a row
     moved: Any  # what of K (0) and V (1) moves, from an address
-    chunks: Any = None  # the step of long sequences, which runs at the same time
+    chunks: Any = None  # the program of long sequences, which runs at the same time
 
     def __init__(self, cached: Cached, plan: Plan, out: Tensor, lse: Tensor) -> None:
         inputs = [x for x in cached.tensors if x is not None]
@@ -213,7 +213,7 @@ class DecodeStep(decode_step.DecodeStep):
         row += address, address + 4 * HANDED_OUT
         self.call(stream, row)
         if chunk is not None:
-            self.chunks.launch_with(address + 4 * OF_CHUNKS, stream, chunk)
+            self.chunks.launch(stream, [*chunk, address + 4 * OF_CHUNKS])
 
 
 def step_of(

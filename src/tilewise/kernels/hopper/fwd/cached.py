@@ -20,29 +20,23 @@ from typing import Any
 import torch
 import triton
 
-from ....problem import OPTIONAL
 from ....tile.paging import batch_of, capacity
 from ....tile.types import Table
-from ...common import decode_step
 from ...common.alignment import TMA, misplaced
-from ...common.cached import Cached
+from ...common.cached import READ_NAMES, Cached
+from ...common.decode_step import DecodeStep
+from ...common.operand import operands_of
+from ...common.program import Program
 from ...common.relaunch import distinct_cached
+from ...common.workspace import Workspace
 from ..decode import launch as decoding
 from ..decode.tiles import is_box
 from ..descriptors import is_in_steps, ragged_steps
 from ..layouts import column_groups
-from ..tile_counter import counter
-from .launch import (
-    NO_BIAS,
-    Forward,
-    ForwardRelaunch,
-    FwdArgs,
-    Plan,
-    arguments,
-    plan_for,
-)
+from .launch import plan_for, steps_of
 
 Tensor = torch.Tensor
+NAMES = (*READ_NAMES, "out", "lse", "counter")  # what a program reads and writes
 TILE_ROWS = 128  # of queries, times the query heads of a key head where these share a tile
 # Of one sequence. With fewer, keys that are divided keep more of the GPU busy than larger tiles
 # gain: an H100, 32 query heads, 8 of keys, 32Ki keys, decoding's time over the other's: 1.10 with
@@ -117,7 +111,7 @@ def why_no_pages(cached: Cached) -> str | None:
     return None
 
 
-def in_batch(x: Tensor) -> Tensor:
+def in_batch(x: Any) -> Any:
     """Packed rows as a batch of one; a batch as it is."""
     return x if x.dim() == 4 else x.unsqueeze(0)
 
@@ -127,12 +121,30 @@ def chunk_of(cached: Cached) -> int:
     return 0 if cached.extras.cu_seqlens_q is None else least_of(cached)
 
 
-def plan_of(cached: Cached, out: Tensor, lse: Tensor) -> tuple[Plan, FwdArgs]:
-    """What a chunk selects, and the kernel's arguments."""
-    pages, q = pages_of(cached), in_batch(cached.q)
-    plan = plan_for(cached.problem, q, extras=cached.extras, pages=pages, chunk=chunk_of(cached))
-    tensors = q, *cached[1:3], in_batch(out), lse, cached.extras
-    return plan, arguments(cached.problem, plan, *tensors, cached.scalars, pages)
+def program_of(cached: Cached, out: Tensor, lse: Tensor, counter: Tensor | None = None) -> Program:
+    """The launch of chunks, whose names are those of the tensors that are there; of a `counter`
+    that is passed as the last of them.
+    """
+    tensors = *cached.tensors, out, lse, counter
+    operands = operands_of(NAMES, tensors)
+    *inputs, of_out, of_lse, of_counter = operands.values()
+    planned = cached.of_tensors(inputs)
+    q, work = in_batch(planned.q), Workspace(out.device)
+    steps = steps_of(
+        cached.problem,
+        cached.scalars,
+        planned.extras,
+        work,
+        q=q,
+        k=planned.k,
+        v=planned.v,
+        out=in_batch(of_out),
+        lse=of_lse,
+        pages=pages_of(planned),
+        chunk=chunk_of(cached),
+        counter=of_counter,
+    )
+    return Program([x.name for x in operands.values() if x is not None], steps, work)
 
 
 def pages_of(cached: Cached) -> Table | None:
@@ -140,37 +152,7 @@ def pages_of(cached: Cached) -> Table | None:
     return None if cached.page_table is None else decoding.table_of(cached)
 
 
-class ChunkStep(decode_step.DecodeStep):
-    """The launch of chunks that were launched before, for other tensors of their signature."""
-
-    def __init__(self, cached: Cached, relaunch: ForwardRelaunch, out: Tensor, lse: Tensor) -> None:
-        inputs = [x for x in cached.tensors if x is not None]
-        super().__init__(cached.q.device, inputs, out, lse, ())
-        self.relaunch, self.of = relaunch, relaunch.described.at
-        self.has_pages = cached.page_table is not None
-        # Among extras, in the order of `Cached.tensors`
-        places = {id(x): i for i, x in enumerate(cached.extras.optional)}
-        self.places = [places[id(x)] for x in cached.tensors[4:8] if x is not None]
-
-    def launch(self, stream: int, row: list[Any]) -> None:
-        """Launches it; `row` has q, k, v, the page table, the other tensors, out and lse."""
-        self.launch_with(counter(self.device, self.index, stream), stream, row=row)
-
-    def launch_with(self, counter: Any, stream: int, row: list[Any]) -> None:
-        """Launches it with a counter of its own."""
-        q, k, v, *addresses, out, lse = row
-        table = (addresses.pop(0),) if self.has_pages else ()
-        extras = [0] * OPTIONAL
-        for place, address in zip(self.places, addresses):
-            extras[place] = address
-        relaunch, of = self.relaunch, self.of
-        gaps = lse, counter, *(extras if self.places else ())
-        described = *of(0, q), *of(1, k), *of(2, v), *of(3, out)
-        args = relaunch.args((*gaps, *table))
-        relaunch.kernel(stream, *described, *args, *NO_BIAS, *relaunch.constants)
-
-
-def forward(cached: Cached, out: Tensor, lse: Tensor) -> decode_step.DecodeStep | None:
+def forward(cached: Cached, out: Tensor, lse: Tensor) -> DecodeStep | None:
     """Writes `out` and `lse` of all queries that belong to a sequence. Returns how it is done
     again, where the call has an entry.
     """
@@ -179,20 +161,19 @@ def forward(cached: Cached, out: Tensor, lse: Tensor) -> decode_step.DecodeStep 
         return decoding.forward(cached, out, lse=lse)
     if cached.entry is not None:
         cached, out = distinct_cached(cached), out.detach()
-    launched, chunk = Forward(cached.problem, cached.scalars), chunk_of(cached)
-    plan, compiled, own_counter = None, None, None
+    chunk, plan, compiled, counter = chunk_of(cached), None, None, None
     if chunk:
         plan = decoding.plan_of(cached, out, lse, chunk=chunk)
-        own_counter = plan.args[decoding.COUNTERS].counter[decoding.OF_CHUNKS :]
+        counter = plan.args[decoding.COUNTERS].counter[decoding.OF_CHUNKS :]
         compiled = decoding.run(plan, cached.q.device)
-    tensors = in_batch(cached.q), cached.k, cached.v, in_batch(out), lse, cached.extras
-    launched.first(*tensors, pages_of(cached), chunk, own_counter)
-    if cached.entry is None or launched.relaunch is None:
+    program = program_of(cached, out, lse, counter)
+    program([x for x in (*cached.tensors, out, lse, counter) if x is not None])
+    if cached.entry is None or program.again is None or not program.takes_addresses:
         return None
-    chunks = ChunkStep(cached, launched.relaunch, out=out, lse=lse)
     if plan is None:
-        return chunks
+        inputs = [x for x in cached.tensors if x is not None]
+        return DecodeStep(cached.q.device, inputs, out, lse, program=program)
     step = decoding.step_of(cached, plan, out=out, lse=lse, compiled=compiled)
     if step is not None:
-        step.chunks = chunks
+        step.chunks = program
     return step

@@ -30,7 +30,7 @@ from ...common.relaunch import (
 from .. import assembly
 from ..compat import Descriptors, Direct, direct_of
 from ..descriptors import DescriptorFields, by_head, checked, of_queries, ragged_by_head
-from ..tile_counter import counter, counters_of
+from ..tile_counter import counter, counter_of, counters_of
 from . import fp8_operand, transpose
 from .epilogue import OUT_COLUMNS
 from .fp8_kernel import hopper_fp8_fwd_kernel
@@ -206,6 +206,7 @@ def arguments(
     of_q, of_k, of_v, of_out, of_values = zip(plan.blocks, plan.layouts)
     of_rows = ragged_by_head if problem.is_packed else functools.partial(of_queries, group=group)
     queue = queue_of(problem, plan.tile, q, k, packed_in(extras))
+    queue = queue._replace(counter=counter_of(q.device))
     described = transposing = None
     if values is not None:
         described = by_head(values.view(torch.uint8), *of_values)

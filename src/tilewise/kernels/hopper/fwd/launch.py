@@ -1,60 +1,41 @@
-"""Host side of the forward: builds TMA descriptors, picks the tile, launches.
-
-A launch from Python takes longer than a short kernel. So all that follows from a signature is
-cached (`Forward`), and calls after the first launch the compiled kernel without Triton's front end,
-which inspects every argument.
-"""
+"""Host side of the forward: picks the tile, describes tensors to TMA, plans the launch."""
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from triton.experimental.gluon import language as gl
 
-from ....emulation import emulate, emulator_seed
 from ....hardware import SHARED_MEMORY
 from ....problem import LONG_SEQLEN, NO_EXTRAS, Extras, Problem, Scalars
 from ....tile.schedule import even_group
-from ....tile.types import Features, Numbers, Optionals, Pipeline, Queue, Sizes, Strided, Table
+from ....tile.types import Features, Pipeline, Queue, Table
 from ....tuning.config import Key
 from ....tuning.select import architecture, select
 from ...common.arguments import features_of, numbers_of, optionals_of, packed_in, sizes_of
-from ...common.building import first_launch, num_sms, on_device
+from ...common.operand import Gap, Operand, names_of, operand_of
 from ...common.outputs import empty_out
-from ...common.relaunch import (
-    Pattern,
-    addresses_of,
-    distinct_extras,
-    may_relaunch,
-    pattern_of,
-)
+from ...common.program import Planned, Program, TorchStep, checked
+from ...common.workspace import Workspace
 from .. import assembly
 from ..bias_memory import bias_step, has_tiles, in_pairs
-from ..compat import Descriptors, Direct, direct_of
-from ..descriptors import (
-    GL_DTYPES,
-    DescriptorFields,
-    checked,
-    descriptors,
-    in_steps,
-    is_ragged,
-    ragged_steps,
-)
+from ..descriptors import GL_DTYPES, descriptors, is_in_steps, is_ragged, ragged_steps
+from ..launch import Launch, programs_of
 from ..layouts import column_groups
-from ..padded import PaddedLaunch, empty_rows, is_padded
-from ..tile_counter import counter, counter_of
-from . import dropout
+from ..padded import Readable, is_flat, is_padded, is_readable, padded_width
+from ..tile_counter import tile_counter
+from . import dropout, runs
 from .epilogue import out_columns
 from .kernel import hopper_fwd_kernel
 
 Tensor = torch.Tensor
 WARPGROUP_ROWS = 64  # of a warpgroup's tile
 AT_ONCE = 16 << 20  # bytes of keys and values: `heads_per_l2_group`
-NO_BIAS = (None,)  # its descriptor, where it has none
 
 
 class Plan(NamedTuple):
@@ -70,21 +51,7 @@ class Plan(NamedTuple):
     layouts: tuple[Any, ...]  # of these blocks in shared memory
 
 
-class FwdArgs(NamedTuple):
-    """What the kernel is launched with, but its constants."""
-
-    q: DescriptorFields
-    k: DescriptorFields
-    v: DescriptorFields
-    out: DescriptorFields | Strided
-    lse: Tensor
-    queue: Queue
-    optionals: Optionals
-    sizes: Sizes
-    numbers: Numbers
-    heads_per_batch: tuple[int, int]  # batch strides of k and v, in heads; see `ragged_by_head`
-    v_step: int  # where v is flat, elements from a head to the next
-    bias: DescriptorFields | None
+FORWARD = ("q", "k", "v", *Extras._fields)  # what a call passes, in this order
 
 
 def forward(
@@ -96,154 +63,132 @@ def forward(
     return prepare(problem, scalars, q, k)(q, k, v, extras)
 
 
-def prepare(problem: Problem, scalars: Scalars, q: Tensor, k: Tensor) -> Forward | PaddedLaunch:
-    """The forward of all calls of one signature."""
-    make = functools.partial(Forward, problem, scalars)
-    return PaddedLaunch(problem, make) if is_padded(problem) else make()
+def prepare(
+    problem: Problem, scalars: Scalars, q: Tensor, k: Tensor
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The forward of all calls of one signature, `(q, k, v, extras) -> (out, lse)`."""
+    run = Planned(FORWARD, functools.partial(forward_program, problem, scalars))
+    return lambda q, k, v, extras: run((q, k, v, *extras.tensors))
 
 
-class ForwardRelaunch(NamedTuple):
-    """What launches after the first need. Holds no tensor."""
+def forward_program(
+    problem: Problem, scalars: Scalars, *, q: Any, k: Any, v: Any, **tensors: Any
+) -> Program:
+    """The forward's one launch, of operands, behind copies of those that TMA cannot read."""
+    extras = Extras(**tensors)
+    names, work = names_of(FORWARD, 3 + len(extras.tensors)), Workspace(q.device)
+    out, lse = outputs = outputs_of(problem, q)
+    steps: list[Any] = []
+    if out.numel() or lse.numel():
+        steps = steps_of(problem, scalars, extras, work, q=q, k=k, v=v, out=out, lse=lse)
+    return Program(names, steps, work, outputs)
 
-    kernel: Direct
-    described: Descriptors  # of q, k, v, out and the bias, if that is copied
-    args: Pattern  # between the descriptors
-    has_extras: bool
-    constants: tuple
+
+def outputs_of(problem: Problem, q: Any) -> list[Any]:
+    """`out` and `lse`, as operands."""
+    named = zip(("out", "lse"), empty_out(problem, q.new("meta")))
+    return [operand_of(name, x, q.device) for name, x in named]
 
 
-class Forward:
-    """The forward of calls of one signature: the first through Triton's launcher, later ones
-    directly, with descriptors that are cached by address.
+def steps_of(
+    problem: Problem,
+    scalars: Scalars,
+    extras: Extras,
+    work: Workspace,
+    *,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    pages: Table | None = None,
+    chunk: int = 0,
+    counter: Gap | None = None,
+) -> list[Any]:
+    """The steps of a forward; `pages` are where k and v are those of a cache. Of its packed queries
+    they compute the sequences of `chunk` or more, while another launch computes the others; no two
+    share a `counter`.
     """
-
-    def __init__(self, problem: Problem, scalars: Scalars, is_flat: bool = False) -> None:
-        self.problem = problem
-        self.scalars = scalars
-        self.is_flat = is_flat
-        self.device = -1
-        self.relaunch: ForwardRelaunch | None = None
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> tuple[Tensor, Tensor]:
-        out, lse = empty_out(self.problem, q)
-        relaunch, device = self.relaunch, self.device
-        if relaunch is None or not may_relaunch(device):
-            self.first(q, k, v, out, lse, extras)
-            return out, lse
-        stream = torch._C._cuda_getCurrentRawStream(device)
-        of = relaunch.described.at
-        for_bias = of(4, extras.bias.data_ptr()) if relaunch.described.count == 5 else NO_BIAS
-        row = [lse.data_ptr(), counter(q.device, device, stream)]
-        if relaunch.has_extras:
-            row += addresses_of(extras.tensors)
-        relaunch.kernel(
-            stream,
-            *of(0, q.data_ptr()),
-            *of(1, k.data_ptr()),
-            *of(2, v.data_ptr()),
-            *of(3, out.data_ptr()),
-            *relaunch.args(row),
-            *for_bias,
-            *relaunch.constants,
+    if k.shape[1] == 0:  # no keys: a descriptor of no rows is invalid
+        if not problem.is_packed:
+            return [TorchStep(nothing, ("out", "lse", "sinks"))]
+        # Rows that are not used get no sink: the kernel knows them, and reads none of this
+        k, v = (
+            work.add(f"no {x.name}", (1, 1, x.shape[2], padded_width(x.shape[3])), x.dtype)
+            for x in (k, v)
         )
-        return out, lse
-
-    def first(
-        self, q, k, v, out, lse, extras: Extras, pages: Table | None = None, chunk=0, counter=None
-    ) -> None:
-        """The first launch of a signature, through Triton's launcher; `pages` are where k and v are
-        those of a cache. Of its packed queries it computes the sequences of `chunk` or more, while
-        another launch computes the others; no two share a `counter`.
-        """
-        if out.numel() == 0 and lse.numel() == 0:
-            return
-        caller_k, caller_v = k, v
-        if k.shape[1] == 0:  # no keys: a descriptor of no rows is invalid
-            if not self.problem.is_packed:
-                out.zero_()
-                lse_of_nothing(lse, extras.sinks)
-                return
-            # Rows that are not used get no sink: the kernel knows them, and reads none of this
-            k, v = (empty_rows(x, 1, 1, *x.shape[2:]) for x in (k, v))
-        if self.problem.has_seqused_k and not self.problem.is_packed:
-            k, v = in_steps(k), in_steps(v)
-        extras = distinct_extras(extras)
-        plan = plan_for(self.problem, q, extras, self.is_flat, pages, chunk)
-        extras = in_pairs(extras, plan)
-        args = arguments(self.problem, plan, q, k, v, out, lse, extras, self.scalars, pages)
-        constants = dict(FEATURES=plan.features, TILE=plan.tile, num_warps=4)
-        if chunk:
-            args = args._replace(queue=args.queue._replace(counter=counter))
-        if emulator_seed() is not None and q.device.type == "cpu":
-            programs = min(args.queue.tiles, 4)  # few, so that each works through several tiles
-            emulated = emulate(hopper_fwd_kernel, assembly.ASM | dropout.ASM)
-            emulated[(programs,)](*checked(args), **constants)
-            return
-        programs = min(args.queue.tiles, num_sms(q.device))
-        with on_device(q.device):
-            constants["launch_pdl"] = True  # it runs beside the launch before
-            compiled = first_launch(hopper_fwd_kernel, programs, *checked(args), **constants)
-            device = torch.cuda.current_device()
-        if caller_k is k and caller_v is v:  # neither copied nor replaced
-            kernel = direct_of(compiled, programs)
-            self.relaunch, self.device = relaunch_of(kernel, plan, args, extras), device
+    readable, is_v_flat = Readable(work), False
+    if is_padded(problem):
+        is_v_flat = is_flat(problem, v)
+        is_copied = [not is_readable(x) and not (x is v and is_v_flat) for x in (q, k, v)]
+        q, k, v = readable.copied((q, k, v), is_copied)
+    if problem.has_seqused_k and not problem.is_packed:
+        k, v = readable.copied((k, v), [not is_in_steps(x) for x in (k, v)])
+    plan = plan_for(problem, q, extras, is_v_flat, pages, chunk)
+    args = arguments(problem, plan, q, k, v, out, lse, in_pairs(extras, plan), scalars, pages)
+    if counter is not None:
+        args["queue"] = args["queue"]._replace(counter=counter)
+    return [*readable.steps, launch_of(plan, args, launch_pdl=True)]
 
 
-def relaunch_of(
-    kernel: Direct | None, plan: Plan, args: FwdArgs, extras: Extras
-) -> ForwardRelaunch | None:
-    """How to relaunch the kernel; None where a tensor was copied to be contiguous, or where this
-    Triton's launcher is unknown.
-    """
-    between = tuple(args[4:-1])
-    has_extras = any(x is not None for x in extras.tensors)
-    row = args.lse, args.queue.counter, *(extras.tensors if has_extras else ())
-    if args.optionals.pages is not None:
-        row = *row, args.optionals.pages.page_table
-    pattern = pattern_of(between, row)
-    if kernel is None or pattern is None:
-        return None
-    fields = [x for x in (args.q, args.k, args.v, args.out, args.bias) if x is not None]
-    constants = plan.features, plan.tile
-    return ForwardRelaunch(kernel, Descriptors(kernel, fields), pattern, has_extras, constants)
+class ForwardLaunch(Launch):
+    """A launch of this kernel."""
+
+    __slots__ = ()
+    asm = assembly.ASM | dropout.ASM | runs.ASM
+
+
+def launch_of(plan: Plan, args: dict[str, Any], **options: Any) -> Launch:
+    """The launch of a plan, on one program an SM or fewer."""
+    programs = programs_of(args["queue"].tiles, args["lse"].device)
+    constants = dict(FEATURES=plan.features, TILE=plan.tile)
+    options = dict(num_warps=4) | options
+    return checked(ForwardLaunch(hopper_fwd_kernel, programs, args, constants, options))
 
 
 def arguments(
     problem: Problem,
     plan: Plan,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
     extras: Extras,
     scalars: Scalars,
     pages: Table | None = None,
-) -> FwdArgs:
-    """The kernel's arguments for a call."""
+) -> dict[str, Any]:
+    """The kernel's arguments but its constants, by their names, in its order."""
     heads_per_batch = 0, 0
     if plan.features.CHUNK or (problem.has_seqused_k and not problem.is_packed):
+        # Batch strides of k and v, in heads: see `ragged_by_head`
         heads_per_batch = ragged_steps(k)[2], ragged_steps(v)[2]
-    *described, for_bias = descriptors(problem, plan, q, k, v, out, extras.bias)
+    described = descriptors(problem, plan, q, k, v, out, extras.bias)
     keys = k if pages is None else room_of(k, pages)
-    return FwdArgs(
-        *described,
-        lse,
-        queue_of(problem, plan.tile, q, keys, packed_in(extras)),
-        optionals_of(extras, problem.mods)._replace(pages=pages),
-        sizes_of(q, keys, extras),
-        numbers_of(scalars, q, keys),
-        heads_per_batch,
-        v.stride(2) if plan.tile.V_FLAT else 0,
-        for_bias,
+    named = dict(zip(("q_desc", "k_desc", "v_desc", "out_desc"), described))
+    named |= dict(
+        lse=lse,
+        queue=queue_of(problem, plan.tile, q, keys, packed_in(extras)),
+        optionals=optionals_of(extras, problem.mods)._replace(pages=pages),
+        sizes=sizes_of(q, keys, extras),
+        numbers=numbers_of(scalars, q, keys),
+        heads_per_batch=heads_per_batch,
+        v_step=v.stride(2) if plan.tile.V_FLAT else 0,
     )
+    return named | dict(bias_desc=described[4])
 
 
-def room_of(k: Tensor, pages: Table) -> Tensor:
-    """A meta tensor of as many rows as sequences of pages have room for."""
+def room_of(k: Any, pages: Table) -> Operand:
+    """An operand of as many rows as sequences of pages have room for."""
     table = pages.page_table
-    shape = (k.shape[0], 0) if table is None else table.shape
-    return torch.empty(shape[0], shape[1] * pages.page_size, *k.shape[2:], device="meta")
+    batch, width = (k.shape[0], 0) if table is None else table.shape
+    return Operand(k.name, (batch, width * pages.page_size, *k.shape[2:]), k.dtype, k.device)
+
+
+def nothing(out: Tensor, lse: Tensor, sinks: Tensor | None) -> None:
+    """The results of queries without keys."""
+    out.zero_()
+    lse_of_nothing(lse, sinks)
 
 
 def lse_of_nothing(lse: Tensor, sinks: Tensor | None) -> Tensor:
@@ -368,10 +313,10 @@ def queue_of(problem: Problem, tile: Pipeline, q: Tensor, k: Tensor, packed: int
         nheads, sharing = problem.nheads_k, 1
     if packed:
         bound = (seqlen_q // tile.BLOCK_M + packed) * nheads
-        return Queue(counter_of(q.device), -(-bound // 16) * 16, nheads, nheads, 1)
+        return Queue(tile_counter(), -(-bound // 16) * 16, nheads, nheads, 1)
     m_blocks, heads = triton.cdiv(seqlen_q, tile.BLOCK_M), batch * nheads
     width = heads_per_l2_group(problem, k.shape[1], heads, sharing)
-    return Queue(counter_of(q.device), heads * m_blocks, nheads, heads, width)
+    return Queue(tile_counter(), heads * m_blocks, nheads, heads, width)
 
 
 def heads_per_l2_group(problem: Problem, seqlen_k: int, heads: int, sharing: int) -> int:

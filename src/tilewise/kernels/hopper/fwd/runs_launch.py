@@ -10,27 +10,27 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from ....emulation import emulate, emulator_seed
 from ....problem import OPEN, Extras, Problem, Scalars
 from ....tile.types import Queue, Runs
 from ...common.alignment import in_own_memory
-from ...common.arguments import aligned, numbers_of, optionals_of, sizes_of
-from ...common.building import first_launch, num_sms, on_device
+from ...common.arguments import aligned
+from ...common.operand import operands_of
 from ...common.outputs import empty_out
-from ...common.relaunch import Pattern, addresses_of, distinct_extras, may_relaunch, pattern_of
-from .. import assembly
-from ..compat import Descriptors, direct_of
-from ..descriptors import checked, descriptors
-from ..tile_counter import counter, counter_of
+from ...common.program import Program
+from ...common.relaunch import addresses_of
+from ...common.workspace import Workspace
+from ..launch import programs_of
+from ..tile_counter import tile_counter
 from . import runs as on_device_runs
-from .kernel import hopper_fwd_kernel
-from .launch import ForwardRelaunch, FwdArgs, Plan, heads_per_l2_group, plan_for
+from .launch import Plan, arguments, heads_per_l2_group, launch_of, plan_for
 
 Tensor = torch.Tensor
+# What a program reads and writes
+NAMES = "q", "k", "v", "alibi_slopes", "sinks", "words", "out", "lse", "table"
 SHIFT = on_device_runs.SHIFT.value  # 2^SHIFT keys are at least those of a block
 
 
@@ -63,8 +63,7 @@ class RunsForward:
     def __init__(self, problem: Problem, scalars: Scalars, walk: Walk) -> None:
         self.problem = problem._replace(is_packed=True)
         self.scalars, self.walk = scalars, walk
-        self.device = -1
-        self.relaunch: ForwardRelaunch | None = None
+        self.program: Program | None = None
         self.table: Tensor | None = None
 
     def __call__(
@@ -80,7 +79,8 @@ class RunsForward:
             return outputs
         out, lse = empty_out(self.problem, q)
         if self.walk.runs:
-            self._first(q, k, v, out, lse, distinct_extras(extras), words, limit, beside)
+            tensors = q, k, v, *extras[:2], words, out, lse
+            self._first(tensors, limit, beside)
         return out, lse
 
     def again(
@@ -89,58 +89,27 @@ class RunsForward:
         """Relaunches for an aligned q and for k and v at these addresses, with ALiBi's slopes and
         sinks: `out` and `lse`, or None before the first launch.
         """
-        relaunch, device = self.relaunch, self.device
-        if relaunch is None or self.table is None or not may_relaunch(device):
+        program, table = self.program, self.table
+        if program is None or table is None or not program.takes_addresses:
             return None
         out, lse = empty_out(self.problem, q)
-        stream = torch._C._cuda_getCurrentRawStream(device)
-        of = relaunch.described.at
-        row = lse.data_ptr(), counter(q.device, device, stream), self.table.data_ptr()
-        row = *row, words.data_ptr(), *addresses_of(extras)
-        relaunch.kernel(
-            stream,
-            *of(0, q.data_ptr()),
-            *of(1, k),
-            *of(2, v),
-            *of(3, out.data_ptr()),
-            *relaunch.args(row),
-            None,
-            *relaunch.constants,
-        )
-        return out, lse
+        row = [q.data_ptr(), k, v, *addresses_of(extras), words.data_ptr()]
+        row += out.data_ptr(), lse.data_ptr(), table.data_ptr()
+        return (out, lse) if program.again_at(row) else None
 
-    def _first(self, q, k, v, out, lse, extras, words, limit, beside) -> None:
-        plan = self.plan(q, extras)
-        self.table = table_of(self.walk, self.scalars, plan.tile.BLOCK_M, self.mixed, q.device)
-        args = self.arguments(plan, (q, k, v, out), lse, extras, words, limit)
-        constants = dict(FEATURES=plan.features, TILE=plan.tile, num_warps=4)
-        tiles = count_tiles(self.walk, plan.tile.BLOCK_M) * q.shape[2]
-        if emulator_seed() is not None and q.device.type == "cpu":
-            programs = min(tiles, 4)  # few, so that each works through several tiles
-            asm = assembly.ASM | on_device_runs.ASM
-            emulated = emulate(hopper_fwd_kernel, asm, **beside)
-            emulated[(programs,)](*checked(args), **constants)
-            return
-        programs = min(tiles, num_sms(q.device))
-        with on_device(q.device):
-            compiled = first_launch(hopper_fwd_kernel, programs, *checked(args), **constants)
-            self.device = torch.cuda.current_device()
-        kernel = direct_of(compiled, programs)
-        pattern = self.pattern(args, extras)
-        if kernel is not None and pattern is not None:
-            described = Descriptors(kernel, [args.q, args.k, args.v, args.out])
-            constants = plan.features, plan.tile
-            self.relaunch = ForwardRelaunch(kernel, described, pattern, True, constants)
+    def _first(self, tensors: tuple[Tensor | None, ...], limit: int, beside: dict) -> None:
+        """The first launch, of tensors in the order of NAMES but for the table, or any where none
+        is done again.
+        """
+        q, *_ = tensors
+        plan = self.plan(q, Extras(*tensors[3:5]))
+        mixed = self.mixed
+        self.table = table_of(self.walk, self.scalars, plan.tile.BLOCK_M, mixed, q.device)
+        tensors = *tensors, self.table
+        self.program = self.program_of(plan, operands_of(NAMES, tensors), limit, beside)
+        self.program(tensors)
 
-    def pattern(self, args: FwdArgs, extras: Extras) -> Pattern | None:
-        """The arguments between the descriptors, for the addresses that `__call__` has."""
-        runs = args.optionals.runs
-        if runs is None:
-            return None
-        row = args.lse, args.queue.counter, runs.table, runs.words, *extras[:2]
-        return pattern_of(tuple(args[4:-1]), row)
-
-    def plan(self, q: Tensor, extras: Extras) -> Plan:
+    def plan(self, q: Any, extras: Extras) -> Plan:
         """What the problem selects."""
         plan = plan_for(self.problem, q, extras)
         return plan._replace(features=plan.features._replace(RUNS=True))
@@ -151,27 +120,23 @@ class RunsForward:
         heads, sharing = self.walk.heads * self.problem.group, self.problem.group
         return heads_per_l2_group(self.problem, self.walk.seqlen, heads, sharing)
 
-    def arguments(
-        self, plan: Plan, tensors: tuple, lse: Tensor, extras: Extras, words: Tensor, limit: int
-    ) -> FwdArgs:
-        """The kernel's arguments; `tensors` are q, k, v and out."""
-        q, k = tensors[:2]
-        nheads = q.shape[2]
+    def program_of(
+        self, plan: Plan, operands: dict[str, Any], limit: int, beside: dict[str, Any]
+    ) -> Program:
+        """The launch, of operands by NAMES."""
+        q, extras = operands["q"], Extras(operands["alibi_slopes"], operands["sinks"])
+        tiles = count_tiles(self.walk, plan.tile.BLOCK_M) * q.shape[2]
+        tensors = {name: operands[name] for name in ("q", "k", "v", "out", "lse")}
+        args = arguments(self.problem, plan, extras=extras, scalars=self.scalars, **tensors)
         # The kernel reads how many tiles there are, and is not compiled again for a number that is
         # no multiple of 16
-        tiles = -(-count_tiles(self.walk, plan.tile.BLOCK_M) * nheads // 16) * 16
-        *described, for_bias = descriptors(self.problem, plan, *tensors)
-        return FwdArgs(
-            *described,
-            lse,
-            Queue(counter_of(q.device), tiles, nheads, nheads, 1),
-            optionals_of(extras)._replace(runs=Runs(self.table, words, limit)),
-            sizes_of(q, k),
-            numbers_of(self.scalars, q, k),
-            (0, 0),
-            0,
-            for_bias,
+        args["queue"] = Queue(tile_counter(), -(-tiles // 16) * 16, q.shape[2], q.shape[2], 1)
+        args["optionals"] = args["optionals"]._replace(
+            runs=Runs(operands["table"], operands["words"], limit)
         )
+        launch = launch_of(plan, args, **beside)
+        programs = programs_of(tiles, q.device)
+        return Program([*operands], [launch._replace(programs=programs)], Workspace(q.device))
 
 
 def serves(problem: Problem) -> bool:
