@@ -7,26 +7,26 @@ only by a commit that says what it adds and why; the others never.
 import pytest
 from helpers.counters import count
 
-AT_LEAST = {"arguments by keyword, percent": 15.2}
+AT_LEAST = {"arguments by keyword, percent": 15.3}
 AT_MOST = {
     # Sizes
-    "lines": 50_757,
+    "lines": 50_776,
     "files that name softcap": 55,
     "files that name sinks": 60,
     "files attention() imports": 67,
-    "lines attention() imports": 10_838,
+    "lines attention() imports": 10_851,
     # One record, one dispatcher, one file of checks, one way to launch
-    "records per 1,000 lines, host": 4.08,
-    "records per 1,000 lines, device": 7.42,
+    "records per 1,000 lines, host": 4.06,
+    "records per 1,000 lines, device": 7.28,
     "records built at one place, host": 28,
     "records built at one place, device": 67,
-    "launching classes": 11,
+    "launching classes": 8,
     "dispatchers": 1,
     "check files": 6,
     # Plain English
-    "calls with *x per 1,000 lines": 9.31,
-    "calls with a tuple's *": 15,
-    "vague locals": 38,
+    "calls with *x per 1,000 lines": 8.49,
+    "calls with a tuple's *": 11,
+    "vague locals": 34,
     "docstrings without a subject": 0,
     "files over 300 lines": 23,
     "functions over 120 lines": 0,

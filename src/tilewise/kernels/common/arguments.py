@@ -60,7 +60,7 @@ def _function(name: str) -> Any:
 
 def strided(x: Tensor) -> Strided:
     """A (batch, seqlen, nheads, headdim) tensor as kernels take it."""
-    return Strided(x, *x.stride()[:3])
+    return Strided(x, x.stride(0), x.stride(1), x.stride(2))
 
 
 def aligned(x: Tensor) -> bool:
@@ -110,22 +110,33 @@ def numbers_of(scalars: Scalars, q: Tensor, k: Tensor) -> Numbers:
 
 def optionals_of(extras: Extras, mods: Mods = NO_MODS) -> Optionals:
     """The optional tensors as kernels take them."""
-    slopes, *sinks_and_lengths = [contiguous_of(x) for x in extras[:BIAS]]
+    slopes, rng = contiguous_of(extras.alibi_slopes), contiguous_of(extras.dropout_rng)
+    bias, captured = extras.bias, extras.captured
     per_batch = slopes is not None and slopes.dim() == 2
-    alibi_batch = slopes.stride(0) if per_batch else 0
-    bias, dropout_rng, captured = extras[BIAS:]
-    if bias is None and dropout_rng is None and not captured and mods == NO_MODS:
-        return Optionals(slopes, alibi_batch, *sinks_and_lengths)
+    optionals = Optionals(
+        alibi_slopes=slopes,
+        alibi_batch=slopes.stride(0) if per_batch else 0,
+        sinks=contiguous_of(extras.sinks),
+        seqused_k=contiguous_of(extras.seqused_k),
+        seqused_q=contiguous_of(extras.seqused_q),
+        cu_seqlens_q=contiguous_of(extras.cu_seqlens_q),
+        cu_seqlens_k=contiguous_of(extras.cu_seqlens_k),
+        dropout_rng=rng,
+    )
+    if bias is None and rng is None and not captured and mods == NO_MODS:
+        return optionals
     from ...mods.codegen import captured_of
 
     parts = take_apart(mods, captured)
+    by_queries, by_keys = lists_of(parts)
     modifiers = Modifiers(
-        0 if bias is None else bias_of(bias),
-        captured_of(parts.mask) or 0,
-        captured_of(parts.score) or 0,
-        *lists_of(parts),
+        bias=0 if bias is None else bias_of(bias),
+        mask_tensors=captured_of(parts.mask) or 0,
+        score_tensors=captured_of(parts.score) or 0,
+        by_queries=by_queries,
+        by_keys=by_keys,
     )
-    return Optionals(slopes, alibi_batch, *sinks_and_lengths, contiguous_of(dropout_rng), modifiers)
+    return optionals._replace(modifiers=modifiers)
 
 
 def contiguous_of(x: Tensor | None) -> Tensor | None:
@@ -133,30 +144,31 @@ def contiguous_of(x: Tensor | None) -> Tensor | None:
     return x if x is None or x.is_contiguous() else x.contiguous()
 
 
-BIAS = Extras._fields.index("bias")
-
-
 def bias_of(x: Tensor) -> Bias:
     """A bias, or its gradient, as kernels take it."""
-    return Bias(x, *(0 if n == 1 else stride for n, stride in zip(x.shape, x.stride())))
+    strides = [0 if n == 1 else stride for n, stride in zip(x.shape, x.stride())]
+    return Bias._make((x, *strides))
 
 
 def lists_of(parts: Parts) -> tuple[Lists | int, Lists | int]:
     """The lists of a block mask as kernels take them, by queries and by keys."""
     if parts.partial is None:
         return 0, 0
-    blocks = [lists.counts.shape[2] for lists in parts.partial[::-1]]
-    return tuple(_lists(*lists) for lists in zip(parts.partial, parts.full, blocks))
+    (queries, keys), (full_queries, full_keys) = parts.partial, parts.full
+    query_blocks, key_blocks = queries.counts.shape[2], keys.counts.shape[2]
+    return _lists(queries, full_queries, key_blocks), _lists(keys, full_keys, query_blocks)
 
 
 def _lists(partial: BlockLists, full: BlockLists, blocks: int) -> Lists:
     batch, nheads, rows = partial.counts.shape
     return Lists(
-        *map(contiguous_of, partial),
-        partial.indices.shape[3],
-        *map(contiguous_of, full),
-        full.indices.shape[3],
-        0 if batch == 1 else nheads * rows,
-        0 if nheads == 1 else rows,
-        blocks,
+        partial_counts=contiguous_of(partial.counts),
+        partial=contiguous_of(partial.indices),
+        partial_width=partial.indices.shape[3],
+        full_counts=contiguous_of(full.counts),
+        full=contiguous_of(full.indices),
+        full_width=full.indices.shape[3],
+        batch_rows=0 if batch == 1 else nheads * rows,
+        head_rows=0 if nheads == 1 else rows,
+        blocks=blocks,
     )

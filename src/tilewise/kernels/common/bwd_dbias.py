@@ -74,9 +74,12 @@ def add_scores(
         do_rows = open_rows(dout, seq.batch, seq.head, seqlen_q, BLOCK_M, DV, TILE.BLOCK_DV, False)
         k_rows = open_rows(k, seq.batch, head_k, seqlen_k, BLOCK_N, D, TILE.BLOCK_D, False)
         v_rows = open_rows(v, seq.batch, head_k, seqlen_k, BLOCK_N, DV, TILE.BLOCK_DV, False)
-        at = m_start, n_start
-        qk = multiply_rows(q_rows, k_rows, *at, BLOCK_M, BLOCK_N, D, TILE.CHUNK, PRECISION)
-        dp = multiply_rows(do_rows, v_rows, *at, BLOCK_M, BLOCK_N, DV, TILE.CHUNK, PRECISION)
+        qk = multiply_rows(
+            q_rows, k_rows, m_start, n_start, BLOCK_M, BLOCK_N, D, TILE.CHUNK, PRECISION
+        )
+        dp = multiply_rows(
+            do_rows, v_rows, m_start, n_start, BLOCK_M, BLOCK_N, DV, TILE.CHUNK, PRECISION
+        )
     else:
         q_tile = load_once(q, seq.batch, seq.head, m_start, seqlen_q, BLOCK_M, D, TILE.BLOCK_D)
         do = load_once(dout, seq.batch, seq.head, m_start, seqlen_q, BLOCK_M, DV, TILE.BLOCK_DV)

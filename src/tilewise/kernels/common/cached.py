@@ -210,7 +210,8 @@ def lse_by_query(lse: Tensor) -> Tensor:
 
 def strided_of(x: Tensor) -> Strided:
     """A batch, pages, or packed rows as a batch of one."""
-    return Strided(x, *x.stride()[:3]) if x.dim() == 4 else Strided(x, 0, *x.stride()[:2])
+    batch, row, head = x.stride()[:3] if x.dim() == 4 else (0, *x.stride()[:2])
+    return Strided(x, batch, row, head=head)
 
 
 def scales_of(scale: Tensor | None) -> tuple[Tensor | None, int | None, int | None, int | None]:

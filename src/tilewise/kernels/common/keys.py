@@ -28,8 +28,10 @@ def open_keys(
     seq = sequence_of(sequence, head, sizes, optionals, modifiers, numbers, FEATURES)
     offsets = offsets_of(sequence, sizes, optionals, FEATURES)
     k, v = from_row(k, offsets.first_k), from_row(v, offsets.first_k)
-    at = offsets.batch, head // FEATURES.GROUP, seq.lengths.seqlen_k
+    batch, head_k, seqlen_k = offsets.batch, head // FEATURES.GROUP, seq.lengths.seqlen_k
     N: tl.constexpr = TILE.BLOCK_N
-    k_rows = open_rows(k, *at, N, FEATURES.HEADDIM, TILE.BLOCK_D, TILE.DESCRIPTORS)
-    v_rows = open_rows(v, *at, N, FEATURES.HEADDIM_V, TILE.BLOCK_DV, TILE.DESCRIPTORS)
+    D: tl.constexpr = FEATURES.HEADDIM
+    DV: tl.constexpr = FEATURES.HEADDIM_V
+    k_rows = open_rows(k, batch, head_k, seqlen_k, N, D, TILE.BLOCK_D, TILE.DESCRIPTORS)
+    v_rows = open_rows(v, batch, head_k, seqlen_k, N, DV, TILE.BLOCK_DV, TILE.DESCRIPTORS)
     return Keys(offsets, seq, k_rows, v_rows)

@@ -31,8 +31,8 @@ def empty_grads(
     dtype = torch.float32 if problem.has_fp32_key_grads else k.dtype
     dsinks = None if extras.sinks is None else torch.empty_like(extras.sinks)
     dbias = torch.empty_like(extras.bias) if problem.has_bias_grad else None
-    of_keys = (torch.empty_like(x, dtype=dtype) for x in (k, v))
-    return Grads(torch.empty_like(q), *of_keys, dsinks, dbias)
+    dk, dv = torch.empty_like(k, dtype=dtype), torch.empty_like(v, dtype=dtype)
+    return Grads(torch.empty_like(q), dk, dv, dsinks=dsinks, dbias=dbias)
 
 
 def has_no_sequence(extras: Extras | Lengths) -> bool:

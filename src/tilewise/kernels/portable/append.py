@@ -90,30 +90,31 @@ def append_key(token, new, cache, total, WIDTHS: tl.constexpr):
     num_rows = tl.cast(cache.num_pages, tl.int64) * cache.page_size
     if (slot >= 0) & (slot < num_rows):
         page, row = slot // cache.page_size, slot % cache.page_size
-        batch_row = token // new.seqlen, token % new.seqlen
+        batch, new_row = token // new.seqlen, token % new.seqlen
         heads = tl.arange(0, WIDTHS.BLOCK_H)[:, None]
         k_dims = tl.arange(0, WIDTHS.BLOCK_D)[None, :]
         v_dims = tl.arange(0, WIDTHS.BLOCK_DV)[None, :]
         k_in = (heads < WIDTHS.NHEADS) & (k_dims < WIDTHS.D)
         v_in = (heads < WIDTHS.NHEADS) & (v_dims < WIDTHS.DV)
-        k_row, v_row = row_of(new.k, *batch_row, heads), row_of(new.v, *batch_row, heads)
+        k_row, v_row = row_of(new.k, batch, new_row, heads), row_of(new.v, batch, new_row, heads)
         k = tl.load(k_row + k_dims, mask=k_in, other=0.0)
         if new.cos is not None:
             rotated = turned(k, k_row, 0, k_in, angle, new, WIDTHS.HALF, WIDTHS.INTERLEAVED)
             k = rotated.to(k.dtype)
-        at = sequence, page, row, heads
         if WIDTHS.LIMIT > 0:
             k = in_bytes(
-                *(k, at, cache.k_scale, cache.k_scale_batch, cache.k_scale_row, cache.k_scale_head),
-                *(new.batch, WIDTHS),
-            )
+                k, sequence, page, row, heads,
+                cache.k_scale, cache.k_scale_batch, cache.k_scale_row, cache.k_scale_head,
+                new.batch, WIDTHS,
+            )  # fmt: skip
         tl.store(row_of(cache.k, page, row, heads) + k_dims, k, mask=k_in)
         v = tl.load(v_row + v_dims, mask=v_in, other=0.0)
         if WIDTHS.LIMIT > 0:
             v = in_bytes(
-                *(v, at, cache.v_scale, cache.v_scale_batch, cache.v_scale_row, cache.v_scale_head),
-                *(new.batch, WIDTHS),
-            )
+                v, sequence, page, row, heads,
+                cache.v_scale, cache.v_scale_batch, cache.v_scale_row, cache.v_scale_head,
+                new.batch, WIDTHS,
+            )  # fmt: skip
         tl.store(row_of(cache.v, page, row, heads) + v_dims, v, mask=v_in)
 
 
@@ -182,18 +183,19 @@ def rotate_query(program, new, prologue, WIDTHS: tl.constexpr):
     heads = program % BLOCKS * WIDTHS.BLOCK_Q + tl.arange(0, WIDTHS.BLOCK_Q)[:, None]
     dims = tl.arange(0, WIDTHS.BLOCK_D)[None, :]
     inside = (heads < WIDTHS.NHEADS_Q) & (dims < WIDTHS.D)
-    batch_row = token // seqlen, token % seqlen
-    q_row = row_of(prologue.q, *batch_row, heads)
+    q_row = row_of(prologue.q, token // seqlen, token % seqlen, heads)
     q = tl.load(q_row + dims, mask=inside, other=0.0)
     rotated = turned(q, q_row, 0, inside, angle, new, WIDTHS.HALF, WIDTHS.INTERLEAVED)
-    place = row_of(prologue.rotated, *batch_row, heads) + dims
+    place = row_of(prologue.rotated, token // seqlen, token % seqlen, heads) + dims
     tl.store(place, rotated.to(q.dtype), mask=inside)
 
 
 @triton.jit
-def in_bytes(x, at, ptr, batch_stride, row_stride, head_stride, batch, WIDTHS: tl.constexpr):
+def in_bytes(
+    x, sequence, page, row, heads, ptr, batch_stride, row_stride, head_stride, batch,
+    WIDTHS: tl.constexpr,
+):  # fmt: skip
     """A row of each head in 8 bits; its scales are read, or computed and written."""
-    sequence, page, row, heads = at
     IS_INT: tl.constexpr = WIDTHS.LIMIT == 127.0
     x = x.to(tl.float32)
     if ptr is None:

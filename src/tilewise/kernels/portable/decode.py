@@ -86,17 +86,11 @@ def attn_split_kernel(
 ):  # fmt: skip
     if FEATURES.PACKED:
         starts, nheads = optionals.cu_seqlens_q, sizes.nheads * FEATURES.GROUP
-        share = tl.program_id(0), tl.num_programs(0), tl.arange(0, TILE.BLOCK_DV)
+        program, programs = tl.program_id(0), tl.num_programs(0)
         clear_tail(
-            partials.tail,
-            lse,
-            starts,
-            sizes.packed,
-            sizes.seqlen_q,
-            nheads,
-            *share,
-            FEATURES.HEADDIM_V,
-        )
+            partials.tail, lse, starts, sizes.packed, sizes.seqlen_q, nheads,
+            program, programs, tl.arange(0, TILE.BLOCK_DV), FEATURES.HEADDIM_V,
+        )  # fmt: skip
     IN_ONE: tl.constexpr = partials.acc_o is None
     TOKENS: tl.constexpr = TILE.BLOCK_M // FEATURES.GROUP * ROW_TILES
     tile, lane = tl.program_id(0) % partials.blocks, tl.arange(0, 32)

@@ -69,10 +69,14 @@ def plan_fp8(
     """Tiles of queries; q, k and v_t in e4m3, or its bits."""
     q, k, v_t, v_mean = (operands[name] for name in ("q", "k", "v_t", "v_mean"))
     batch, head, row, _ = v_t.stride()
-    scales = (of_head(operands[name]) for name in ("q_scale", "k_scale", "v_scale"))
     args = dict(q=strided(q), k=strided(k), v_t=Strided(v_t, batch, row, head))
     args |= dict(out=strided(operands["out"]), lse=operands["lse"])
-    args |= dict(quantization=Quantization(*scales, None if v_mean is None else of_head(v_mean)))
+    args["quantization"] = Quantization(
+        q=of_head(operands["q_scale"]),
+        k=of_head(operands["k_scale"]),
+        v=of_head(operands["v_scale"]),
+        v_mean=None if v_mean is None else of_head(v_mean),
+    )
     args |= shared_arguments(problem, scalars, q, k, extras)
     return plan_queries(
         "fp8_fwd", fp8_fwd_kernel, problem=problem, operands=(q, k), args=args, arch=arch
@@ -81,4 +85,4 @@ def plan_fp8(
 
 def of_head(x: Tensor) -> OfHead:
     """Numbers of (sequence, head) as the kernel takes them."""
-    return OfHead(x, *x.stride()[:2])
+    return OfHead(x, x.stride(0), x.stride(1))

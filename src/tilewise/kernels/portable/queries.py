@@ -98,13 +98,14 @@ def recompute_block(
     # S = Q K^T, dP = dO V^T: (BLOCK_M, BLOCK_N)
     PRECISION: tl.constexpr = FEATURES.PRECISION
     if TILE.CHUNK > 0:
-        at = queries.m_start, n_start
         qk = multiply_rows(
-            queries.q, queries.k, *at, TILE.BLOCK_M, BLOCK_N, D, TILE.CHUNK, PRECISION
-        )
+            queries.q, queries.k, queries.m_start, n_start,
+            TILE.BLOCK_M, BLOCK_N, D, TILE.CHUNK, PRECISION,
+        )  # fmt: skip
         dp = multiply_rows(
-            queries.do, queries.v, *at, TILE.BLOCK_M, BLOCK_N, DV, TILE.CHUNK, PRECISION
-        )
+            queries.do, queries.v, queries.m_start, n_start,
+            TILE.BLOCK_M, BLOCK_N, DV, TILE.CHUNK, PRECISION,
+        )  # fmt: skip
     else:
         v_tile = load_rows(queries.v, n_start, BLOCK_N, DV, TILE.BLOCK_DV, TILE.DESCRIPTORS, MASKED)
         qk = tl.dot(queries.q, tl.trans(k_tile), input_precision=PRECISION)

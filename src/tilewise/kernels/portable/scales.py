@@ -24,18 +24,18 @@ def v_sequence_scale(cache, rows):
 def k_row_scales(cache, otherwise, page, row, is_used, rows):
     """What a tile's scores are multiplied with."""
     return load_row_scales(
-        *(otherwise, cache.k_scale, cache.k_scale_batch, cache.k_scale_row, cache.k_scale_head),
-        *(page, row, is_used, rows),
-    )
+        otherwise, cache.k_scale, cache.k_scale_batch, cache.k_scale_row, cache.k_scale_head,
+        page, row, is_used, rows,
+    )  # fmt: skip
 
 
 @triton.jit
 def v_row_scales(cache, page, row, is_used, rows):
     """What a tile's probabilities are multiplied with, if each row has its own scale."""
     return load_row_scales(
-        *(1.0, cache.v_scale, cache.v_scale_batch, cache.v_scale_row, cache.v_scale_head),
-        *(page, row, is_used, rows),
-    )
+        1.0, cache.v_scale, cache.v_scale_batch, cache.v_scale_row, cache.v_scale_head,
+        page, row, is_used, rows,
+    )  # fmt: skip
 
 
 @triton.jit
