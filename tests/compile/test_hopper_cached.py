@@ -2,6 +2,7 @@
 together, and the loops of its matmuls spill nothing.
 """
 
+import functools
 import itertools
 
 import pytest
@@ -12,11 +13,9 @@ from helpers.hopper_relaunch import alone
 from helpers.sass import innermost_loops, spills_in
 
 from tilewise.explain.launches import build_launch
-from tilewise.kernels.hopper.decode import launch as decoding
-from tilewise.kernels.hopper.decode.kernel import hopper_decode_kernel
-from tilewise.kernels.hopper.descriptors import checked
+from tilewise.kernels.common.decode_step import program_of
 from tilewise.kernels.hopper.fwd import cached as schedules
-from tilewise.testing import SMEM_LIMIT, build, stats
+from tilewise.testing import SMEM_LIMIT, stats
 
 pytestmark = [pytest.mark.compile, pytest.mark.slow]
 
@@ -43,8 +42,8 @@ def compiled(headdims, page_size, causal, window=None, softcap=None, alibi=False
     cached = check_cached(q, k, v, table, lengths, learned, numbers, "bshd")
     out = q.new_empty(*q.shape[:-1], headdims[1])
     assert schedules.why_in_pieces(cached, out) is None
-    program = schedules.program_of(cached, out, torch.empty(batch, heads, 512))
-    (launch,) = program.launches
+    lse = torch.empty(batch, heads, 512)
+    (launch,) = program_of(cached, out, lse, schedules.launches_of).launches
     return launch.constants["TILE"], build_launch(alone(launch), "sm90")
 
 
@@ -70,8 +69,8 @@ PACKED = [((128, 128), 16), ((128, 128), None), ((64, 64), 16), ((256, 256), 64)
 @pytest.mark.parametrize("headdims, page_size", PACKED)
 def test_chunks_of_packed_steps_compile(headdims, page_size):
     step = packed_step(headdims, page_size)
-    (launch,) = schedules.program_of(*step).launches
-    kernel = build_launch(launch, "sm90")
+    launches = functools.partial(schedules.launches_of, chunk=schedules.chunk_of(step[0]))
+    kernel = build_launch(program_of(*step, launches).launches[1], "sm90")
     sizes = stats(kernel)
     assert sizes["smem"] <= SMEM_LIMIT["sm90"] and not sizes["wgmma_serialized"], sizes
     assert not sizes["copies_apart"] and not sizes["idle_barriers"], sizes
@@ -83,8 +82,8 @@ def test_chunks_of_packed_steps_compile(headdims, page_size):
 @pytest.mark.parametrize("headdims, page_size", PACKED)
 def test_decodes_of_packed_steps_compile(headdims, page_size):
     step = packed_step(headdims, page_size)
-    plan = decoding.plan_of(*step, chunk=schedules.chunk_of(step[0]))
-    kernel = build(hopper_decode_kernel, *checked(plan.args), on="sm90", **plan.constants)
+    launches = functools.partial(schedules.launches_of, chunk=schedules.chunk_of(step[0]))
+    kernel = build_launch(program_of(*step, launches).launches[0], "sm90")
     sizes = stats(kernel)
     assert sizes["smem"] <= SMEM_LIMIT["sm90"] and not sizes["wgmma_serialized"], sizes
     assert not sizes["copies_apart"] and not sizes["idle_barriers"], sizes

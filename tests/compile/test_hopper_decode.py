@@ -11,9 +11,10 @@ from helpers.sass import innermost_loops, spills_in
 from helpers.tiers import sample_rows
 
 from tilewise import mods
+from tilewise.explain.launches import build_launch
+from tilewise.kernels.common.decode_step import program_of
 from tilewise.kernels.hopper.decode import launch
-from tilewise.kernels.hopper.descriptors import checked
-from tilewise.testing import SMEM_LIMIT, build, stats
+from tilewise.testing import SMEM_LIMIT, stats
 
 pytestmark = pytest.mark.compile
 
@@ -67,8 +68,8 @@ def compiled(headdims, page_size, causal=False, window=None, softcap=None, kept=
     cached = check_cached(q, k, v, table, lengths, learned, numbers, "bshd", scales)
     assert launch.refusal(cached) is None
     out = q.new_empty(*q.shape[:-1], headdims[1])
-    plan = launch.plan_of(cached, out, torch.empty(heads, 5))
-    return build(launch.hopper_decode_kernel, *checked(plan.args), on="sm90", **plan.constants)
+    program = program_of(cached, out, torch.empty(heads, 5), launch.launches_of)
+    return build_launch(program.launches[0], "sm90")
 
 
 def assert_fits(kernel, most):

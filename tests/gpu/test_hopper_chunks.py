@@ -131,8 +131,7 @@ def test_how_a_tile_is_divided_changes_no_bit(queries, share, monkeypatch):
     expected = run(s, causal=True)
     share(2)
     assert_equal(run(s, causal=True), expected)
-    plan_of = launch.plan_of
-    monkeypatch.setattr(launch, "plan_of", lambda *asked: plan_of(*asked, workspace=0))
+    monkeypatch.setattr(launch, "WORKSPACE", 0)
     share(2)
     assert_equal(run(s, causal=True), expected)
 

@@ -138,8 +138,7 @@ def test_how_a_sequence_is_divided_changes_no_bit(mates, monkeypatch):
         more = type(s)(*(one + mates * mate for one, mate in zip(s, other)))
         out, lse = run(more, split_size=512, causal=True)
         assert_equal((out[:8], lse[:, :8]), alone)
-    plan_of = launch.plan_of
-    monkeypatch.setattr(launch, "plan_of", lambda *asked: plan_of(*asked, workspace=0))
+    monkeypatch.setattr(launch, "WORKSPACE", 0)
     calls._entry.cache_clear()  # or what was launched before would be launched again
     assert_equal(run(s, split_size=512, causal=True), alone)
     calls._entry.cache_clear()

@@ -100,8 +100,7 @@ def test_how_a_tile_is_divided_changes_no_bit(name, warpgroups, monkeypatch):
     for most in (0, 256, 10**6):
         monkeypatch.setattr(split_schedule, "MANY_STATES", tl.constexpr(most))
         assert_equal(run(s, 16, **FEATURES[name]), expected)
-    plan_of = launch.plan_of
-    monkeypatch.setattr(launch, "plan_of", lambda *asked: plan_of(*asked, workspace=0))
+    monkeypatch.setattr(launch, "WORKSPACE", 0)
     assert_equal(run(s, 16, **FEATURES[name]), expected)
 
 
@@ -201,7 +200,7 @@ def test_which_calls_get_two():
         cached = check_cached(
             q, k, k, None, lengths, (None,) * 3, (False, None, None, None, None), "bshd"
         )
-        return choose(cached, batch, programs)
+        return choose(cached.problem, cached, batch, programs)
 
     assert [asked(n, 1) for n in (8, 256, 512, 2048)] == [1, 1, 2, 2]
     assert asked(63 + 2048, 64) == asked(63 + 512, 64) == 2

@@ -73,8 +73,7 @@ def test_one_part_gives_the_bits_of_many(name, monkeypatch):
 
     s = drawn([1, 20], [700, 513])
     found = run(s, 16, **FEATURES[name])
-    plan_of = launch.plan_of
-    monkeypatch.setattr(launch, "plan_of", lambda *asked: plan_of(*asked, workspace=0))
+    monkeypatch.setattr(launch, "WORKSPACE", 0)
     assert_equal(run(s, 16, **FEATURES[name]), found)
 
 

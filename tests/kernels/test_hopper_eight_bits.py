@@ -11,7 +11,8 @@ from helpers.eight_bits import DTYPES, KINDS, quantised
 from helpers.tiers import every, sample, sample_rows
 
 import tilewise
-from tilewise.kernels.common.relaunch import distinct_cached, pattern_of
+from tilewise.kernels.common.decode_step import program_of
+from tilewise.kernels.common.direct import filler
 from tilewise.kernels.hopper.decode import launch, tiles
 from tilewise.testing import use_emulator
 from tilewise.testing.tolerance import assert_within
@@ -121,7 +122,8 @@ def test_rows_of_a_tile_are_by_shapes(queries, heads, headdim_v, rows):
     at = x.cache()
     numbers, lengths = (True, None, None, None, None), (at["seqused_k"], at["cu_seqlens_q"])
     asked = torch.cat(x.s.q), at["k"], at["v"], None, lengths, (None, None, None), numbers, "bshd"
-    assert launch.rows_of(check_cached(*asked), len(queries)) == rows
+    cached = check_cached(*asked)
+    assert launch.rows_of(cached.problem, cached, len(queries)) == rows
 
 
 def test_every_tile_has_bytes_in_flight():
@@ -184,8 +186,7 @@ def test_where_a_tile_is_folded_changes_no_bit(most, monkeypatch):
 def test_one_part_gives_the_bits_of_many(kind, monkeypatch):
     x = drawn([1, 20], [700, 513], kind=kind)
     found = run(x, causal=True)
-    plan_of = launch.plan_of
-    monkeypatch.setattr(launch, "plan_of", lambda *asked: plan_of(*asked, workspace=0))
+    monkeypatch.setattr(launch, "WORKSPACE", 0)
     assert_equal(run(x, causal=True), found)
 
 
@@ -233,13 +234,13 @@ def test_a_relaunch_has_a_place_for_each_scale(page_size):
     cached = check_cached(
         *(torch.cat(x.s.q), at["k"], at["v"], table, lengths, none, numbers, "bshd", scales)
     )
-    cached = distinct_cached(cached)
     out, lse = torch.empty(2, 4, 64, dtype=BF16), torch.empty(4, 2)
-    plan = launch.plan_of(cached, out, lse)
-    q, _, _, *others = cached.tensors
-    row = q, *others, out, lse, *plan.args[launch.OUTPUT].partials, *plan.args[launch.COUNTERS]
-    pattern = pattern_of((plan.args[0], *plan.args[3:]), row)
-    assert pattern is not None
-    filled = pattern(list(range(100, 100 + len(row))))
-    first = 100 + len(row) - 7 - 2
-    assert (filled[-1][0], filled[-1][4]) == (first, first + 1)
+    program = program_of(cached, out, lse, launch.launches_of)
+    assert program.takes_addresses
+    args = program.launches[0].positional
+    places = range(100, 100 + len(program.names))
+    # A descriptor has a place for the address that it describes
+    fill = filler(tuple(tuple(x) if hasattr(x, "block_shape") else x for x in args), program.names)
+    scales = fill(*places)[9]
+    first = 100 + program.names.index("k_descale")
+    assert (scales[0], scales[4]) == (first, first + 1)

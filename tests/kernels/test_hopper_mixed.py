@@ -2,6 +2,7 @@
 its own sequences.
 """
 
+import functools
 import math
 
 import pytest
@@ -12,8 +13,9 @@ from helpers.tiers import sample, sample_rows
 
 import tilewise
 from tilewise.frontend.scalars import longest_of
+from tilewise.kernels.common.decode_step import program_of
 from tilewise.kernels.common.direct import filler
-from tilewise.kernels.hopper.decode import launch as decoding
+from tilewise.kernels.hopper import tile_counter
 from tilewise.kernels.hopper.fwd import cached as schedules
 from tilewise.testing import use_emulator
 from tilewise.testing.tolerance import assert_within
@@ -36,7 +38,7 @@ FEATURES = {
 def counts(monkeypatch):
     """Counters of one stream, as launches find and leave them; few queries are a chunk."""
     counters = torch.zeros(1 << 14, dtype=torch.int32)
-    monkeypatch.setattr(decoding, "counters_of", lambda device, count: counters)
+    monkeypatch.setattr(tile_counter, "counters", lambda *_, count: counters)
     monkeypatch.setattr(schedules, "least_queries", lambda nheads, group: 2 * CHUNK)
     yield
     assert not counters.any()
@@ -177,7 +179,7 @@ def test_addresses_are_in_the_places_of_their_arguments():
         *((s.lengths, None), (slopes, sinks, None), (True, None, None, None, None), "bshd"),
     )
     out, lse = torch.empty(1, 40, 4, 64), torch.empty(1, 4, 40)
-    program = schedules.program_of(cached, out, lse)
+    program = program_of(cached, out, lse, schedules.launches_of)
     (launch,) = program.launches
     names = "q", "k", "v", "seqused_k", "alibi_slopes", "sinks", "out", "lse", "tile_counter"
     assert program.names == [*names] and program.takes_addresses
@@ -195,13 +197,18 @@ def test_addresses_of_packed_chunks(monkeypatch):
     extras = cached.extras._replace(alibi_slopes=slopes, sinks=sinks)
     cached = cached._replace(extras=extras)
     out, lse = torch.empty(130, 32, 64, dtype=BF16), torch.empty(32, 130)
-    program = schedules.program_of(cached, out, lse, torch.zeros(1, dtype=torch.int32))
+    launches = functools.partial(schedules.launches_of, chunk=64)
+    program = program_of(cached, out, lse, launches)
     names = "q", "k", "v", "page_table", "seqused_k", "cu_seqlens_q", "alibi_slopes", "sinks"
-    names += "out", "lse", "counter"
+    names += "out", "lse", "m_i", "l_i", "acc_o", "tile_counters"
     assert program.names == [*names] and program.takes_addresses
-    (launch,) = program.launches
-    assert launch.args["queue"].counter.name == "counter"
-    optionals, named = launch.args["optionals"], ("alibi_slopes", "sinks", "seqused_k")
+    (shared,) = program.provided
+    decodes, chunks = program.launches
+    handed_out, by_tile = decodes.args["counters"]
+    counter = chunks.args["queue"].counter
+    assert handed_out is shared and by_tile.base == counter.base == shared.name
+    assert (by_tile.encode(1000), counter.encode(1000)) == (1256, 1128)
+    optionals, named = chunks.args["optionals"], ("alibi_slopes", "sinks", "seqused_k")
     assert [getattr(optionals, name).name for name in (*named, "cu_seqlens_q")] == [
         *named,
         "cu_seqlens_q",

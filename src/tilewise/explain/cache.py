@@ -185,9 +185,11 @@ def outputs_of(cached: Cached) -> tuple[torch.Tensor, torch.Tensor]:
 
 def portable_launches(cached: Cached, sms: int | None = None) -> list:
     """The launches of the portable backend, on a GPU of so many SMs."""
-    from ..kernels.portable.decode_launch import program_of
+    from ..kernels.common.decode_step import program_of
+    from ..kernels.portable.decode_launch import launches_of
 
-    return program_of(cached, *outputs_of(cached), sms=sms).launches
+    launches = functools.partial(launches_of, sms=sms)
+    return program_of(cached, *outputs_of(cached), launches).launches
 
 
 def portable_launch(launch: Any, target: str) -> Launch:
@@ -200,23 +202,22 @@ def portable_launch(launch: Any, target: str) -> Launch:
 
 def chunk_launch(cached: Cached) -> Launch:
     """Hopper's launch of a chunk: that of the training forward."""
-    from ..kernels.hopper.fwd.cached import program_of
+    from ..kernels.common.decode_step import program_of
+    from ..kernels.hopper.fwd.cached import launches_of
 
-    return hopper_launch(program_of(cached, *outputs_of(cached)).launches[-1])
+    return hopper_launch(program_of(cached, *outputs_of(cached), launches_of).launches[-1])
 
 
 def hopper_plan(of: Decode, cached: Cached, card: Card) -> Planned:
     """Hopper's one launch, whose tiles are counted by pieces: its programs divide these among them,
     by lengths that they read.
     """
-    from ..kernels.hopper.decode import launch
-    from ..kernels.hopper.descriptors import checked
-    from ..testing import build
+    from ..kernels.common.decode_step import program_of
+    from ..kernels.hopper.decode.launch import launches_of
 
-    plan = launch.plan_of(cached, *outputs_of(cached), most=card.sms)
-    tile, sizes = plan.constants["TILE"], plan.args[launch.SIZES]
-    kernel = launch.hopper_decode_kernel
-    compiled = functools.partial(build, kernel, *checked(plan.args), on="sm90", **plan.constants)
+    launches = functools.partial(launches_of, most=card.sms)
+    (launch,) = program_of(cached, *outputs_of(cached), launches).launches
+    tile, sizes = launch.constants["TILE"], launch.args["sizes"]
     rows = tile.ROWS * tile.WARPGROUPS
     tiles = math.ceil(sizes.seqlen_q / (rows // cached.problem.group)) * sizes.nheads
     count = sum(len(pieces(0, keys, cached.piece_size)) for keys in of.sequences)
@@ -228,7 +229,7 @@ def hopper_plan(of: Decode, cached: Cached, card: Card) -> Planned:
         stages=tile.STAGES,
         tiles=tiles * count,
         is_persistent=True,
-        build=compiled,
+        build=functools.partial(build_launch, launch, "sm90"),
     )
     has_room = count * sizes.seqlen_q <= sizes.room  # else tiles are whole
     return Planned([shown], sizes.room * cached.problem.nheads * has_room, False)

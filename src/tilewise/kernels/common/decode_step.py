@@ -1,10 +1,9 @@
-"""A decode step that was launched before, for other tensors of the same signature: no checks, and
-addresses as the only arguments.
+"""Programs of calls with a KV cache, and a decode step that was launched before, for other tensors
+of the same signature: no checks, and addresses as the only arguments.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -12,11 +11,43 @@ from typing import Any, NamedTuple
 import torch
 
 from .alignment import ALIGNMENT
+from .cached import READ_NAMES, Cached
+from .operand import names_of, operands_of
+from .program import Launch, Program
 from .relaunch import may_relaunch
 from .shared_memory import span_of
-from .workspace import allocator_of
+from .workspace import Workspace, allocator_of
 
 Tensor = torch.Tensor
+# What a program reads and writes
+NAMES = (*READ_NAMES, "out", "lse", "captured")
+
+
+def program_of(
+    cached: Cached, out: Tensor, lse: Tensor, launches_of: Callable[..., Sequence[Launch]]
+) -> Program:
+    """The program of a call, whose names are those of the tensors that are there. `launches_of`
+    plans it of operands: the call's, its problem, those of `out` and `lse`, and a workspace.
+    """
+    tensors = *cached.tensors, out, lse, *cached.extras.captured
+    operands = operands_of(NAMES, tensors)
+    named = zip(names_of(NAMES, len(tensors)), tensors)
+    *inputs, of_out, of_lse, captured = operands.values()
+    planned = cached.of_tensors(inputs)
+    planned = planned._replace(extras=planned.extras._replace(captured=captured))
+    work = Workspace(cached.q.device)
+    launches = launches_of(planned, cached.problem, of_out, of_lse, work)
+    return Program([name for name, x in named if x is not None], launches, work)
+
+
+def run(program: Program, cached: Cached, out: Tensor, lse: Tensor) -> DecodeStep | None:
+    """Writes `out` and `lse`. Returns how it is done again, where the call has an entry."""
+    tensors = [*cached.tensors, out, lse, *cached.extras.captured]
+    program([x for x in tensors if x is not None])
+    is_again = program.again is not None and program.takes_addresses
+    if cached.entry is None or not is_again or cached.extras.captured:
+        return None
+    return DecodeStep(program, [x for x in cached.tensors if x is not None], out, lse)
 
 
 class Room(NamedTuple):
@@ -38,35 +69,18 @@ def floats(count: int) -> Room:
 
 
 class DecodeStep:
-    """The memory that a step makes, and the addresses that its launches take. Holds no tensor."""
+    """The memory that a program makes, and the addresses that it takes. Holds no tensor."""
 
-    # On a stream of the current device, of the addresses of the tensors that are not None, of out,
-    # lse and the states
-    launch: Callable[[int, list[Any]], None]
-
-    def __init__(
-        self,
-        device: torch.device,
-        read: Sequence[Tensor],
-        out: Tensor,
-        lse: Tensor,
-        states: Sequence[Tensor] = (),
-        program: Any = None,
-    ) -> None:
-        """`read` are the tensors that are not None, and so are those of calls. States lie behind
-        each other, or as the slices of a `Program`.
-        """
+    def __init__(self, program: Program, read: Sequence[Tensor], out: Tensor, lse: Tensor) -> None:
+        """`read` are the tensors that are not None, and so are those of calls."""
         self.append: Any = None  # the `AppendStep` that is launched first
         self.bytes = [stop - first for first, stop in map(span_of, (*read, out))]
-        self.device, self.index = device, device.index
-        self.empty = allocator_of(device)
+        self.index, self.empty = program.device.index, allocator_of(program.device)
         self.of_out, self.of_lse = room_for(out), room_for(lse)
-        *self.starts, size = itertools.accumulate((4 * x.numel() for x in states), initial=0)
-        if program is not None:
-            self.launch, self.starts, size = program.launch, program.starts, program.size
-        self.of_states = floats(size // 4)
+        self.launch, self.starts = program.launch, program.starts
+        self.of_states = floats(program.size // 4)
         # Of a caller that takes no lse it lies behind the states
-        self.lse_start = -(-size // ALIGNMENT) * ALIGNMENT
+        self.lse_start = -(-program.size // ALIGNMENT) * ALIGNMENT
         self.of_both = floats(self.lse_start // 4 + math.prod(self.of_lse.shape))
 
     def __call__(

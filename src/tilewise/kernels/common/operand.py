@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -42,6 +44,21 @@ class Encoded(Gap):
     def __init__(self, name: str, base: str, encode: Callable[[int], Any]) -> None:
         super().__init__(name)
         self.base, self.encode = base, encode
+
+
+class Within(Encoded):
+    """The tensor that begins some elements of 4 bytes into another."""
+
+    __slots__ = ("start",)
+
+    def __init__(self, name: str, base: str, start: int) -> None:
+        super().__init__(name, base, functools.partial(operator.add, 4 * start))
+        self.start = start
+
+    @property
+    def in_map(self) -> Callable[[int], int]:
+        """Its address as `packed` takes it."""
+        return self.encode
 
 
 class Operand(Gap):
@@ -203,6 +220,8 @@ def gaps_in(item: Any) -> Iterator[Any]:
 
 def filled(item: Any, values: Mapping[str, Any]) -> Any:
     """Nested arguments with values in their gaps."""
+    if isinstance(item, Within):
+        return values[item.base][item.start :]
     if isinstance(item, Gap):
         value = values[item.name]
         is_other = isinstance(item, Operand) and value.dtype != item.dtype  # viewed as bits

@@ -19,7 +19,7 @@ from ...tuning.select import is_overridden
 from .alignment import ALIGNMENT
 from .building import first_launch, on_device
 from .direct import Relaunch, past_triton, relaunch_of
-from .operand import Operand, Provided, filled, gaps_in, operands_of
+from .operand import Operand, Provided, Within, filled, gaps_in, operands_of
 from .relaunch import may_relaunch
 from .workspace import Workspace, allocator_of, starts_of, tensors_of
 
@@ -223,7 +223,7 @@ class Program:
         is_copied: dict[str, bool] = {}
         for launch in self.launches:
             for x in gaps_in(launch.positional):
-                if isinstance(x, Provided):
+                if not isinstance(x, Operand):
                     continue
                 if is_copied.setdefault(x.name, x.is_copied) != x.is_copied:
                     raise TypeError(f"{x.name} and a copy of it are arguments of one program")
@@ -261,11 +261,15 @@ def asks_for_memory(compiled: Any) -> bool:
 
 def fake_args(launch: Launch) -> list[Any]:
     """The arguments as an offline compiler takes them: empty CPU tensors for operands."""
-    return launch.filled({x.name: fake_tensor(x) for x in gaps_in(launch.positional)})
+    gaps = [*gaps_in(launch.positional)]
+    names = (x.base if isinstance(x, Within) else x.name for x in gaps)
+    return launch.filled(dict(zip(names, map(fake_tensor, gaps))))
 
 
-def fake_tensor(operand: Operand | Provided) -> Tensor:
+def fake_tensor(operand: Operand | Provided | Within) -> Tensor:
     """An empty tensor of the dtype and alignment of an operand."""
+    if isinstance(operand, Within):
+        return torch.empty(operand.start + 64, dtype=torch.int32)
     if isinstance(operand, Provided):
         return operand.get(torch.device("cpu"), None, 0)
     memory = torch.empty(64, dtype=operand.dtype)

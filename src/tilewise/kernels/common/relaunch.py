@@ -18,7 +18,6 @@ from triton import knobs
 from ...problem import Extras, extras_of
 from . import direct
 from .alignment import ALIGNMENT
-from .cached import Cached
 from .operand import Gap
 
 Tensor = torch.Tensor
@@ -68,15 +67,6 @@ def distinct_views(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
 def distinct_extras(extras: Extras) -> Extras:
     """`distinct_views` of a call's extras."""
     return extras_of(*distinct_views(extras.tensors))
-
-
-def distinct_cached(cached: Cached) -> Cached:
-    """Views of the memory as tensors of which no two are one object."""
-    q, k, v, table = distinct_views(cached[:4])
-    extras = distinct_extras(cached.extras)
-    k_descale, v_descale = distinct_views((cached.k_descale, cached.v_descale))
-    views = dict(q=q, k=k, v=v, page_table=table, k_descale=k_descale, v_descale=v_descale)
-    return cached._replace(extras=extras, **views)
 
 
 def addresses_of(tensors: Sequence[Tensor | None]) -> list[int]:

@@ -12,7 +12,7 @@ from ...emulation import emulate, emulator_seed
 from ..common import direct, program
 from ..common.building import num_sms
 from ..common.direct import Relaunch, filler
-from ..common.operand import Encoded, Gap
+from ..common.operand import Encoded, Gap, Within, gaps_in
 from ..common.packed import map_of, packed
 from .assembly import ASM
 from .compat import At, Direct
@@ -58,9 +58,10 @@ class Launch(program.Launch):
                 args += described[-1].opened(address)
             else:
                 args.append(x)
-        if not described:
+        moved = [*described, *(x for x in gaps_in(tuple(args)) if isinstance(x, Within))]
+        if not moved:
             return direct.relaunch_of(kernel, tuple(args), [*values])
-        in_maps = packed_of(kernel, tuple(args), values, described)
+        in_maps = packed_of(kernel, tuple(args), values, moved)
         return in_maps or direct.relaunch_of(kernel, tuple(args), [*values], may_pack=False)
 
 
@@ -90,7 +91,7 @@ class Described(Encoded):
 
 
 def packed_of(
-    kernel: Direct, args: tuple, values: dict[str, Any], described: Sequence[Described]
+    kernel: Direct, args: tuple, values: dict[str, Any], described: Sequence[Described | Within]
 ) -> Relaunch | None:
     """The launch straight to the driver, of maps and of addresses; None where that takes none."""
     if None in [x.in_map(values[x.base].data_ptr()) for x in described]:

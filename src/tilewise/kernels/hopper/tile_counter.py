@@ -60,12 +60,25 @@ def counter(device: torch.device, index: int | None, stream: int) -> Tensor:
 _many: dict[tuple[int, int], Tensor] = {}
 
 
+def tile_counters(count: int) -> Provided:
+    """At least `count` counters as a plan has them: the program gets those of its device and
+    stream.
+    """
+    return Provided("tile_counters", functools.partial(counters, count=count))
+
+
 def counters_of(device: torch.device, count: int) -> Tensor:
-    """Counters, at least `count`, each as of `counter`: 0 before and after every launch."""
+    """The counters of a launch on the device's current stream."""
     if device.type == "cpu":
         return torch.zeros(count, dtype=torch.int32)
     index = torch.cuda.current_device() if device.index is None else device.index
-    stream = torch._C._cuda_getCurrentRawStream(index)
+    return counters(device, index, torch._C._cuda_getCurrentRawStream(index), count)
+
+
+def counters(device: torch.device, index: int | None, stream: int, count: int) -> Tensor:
+    """Counters, at least `count`, each as of `counter`: 0 before and after every launch."""
+    if index is None:  # of a CPU
+        return torch.zeros(count, dtype=torch.int32)
     if torch._C._cuda_isCurrentStreamCapturing():
         return _captured.counters(device, index, stream, count)
     key = index, stream

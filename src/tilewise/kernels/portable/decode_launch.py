@@ -12,17 +12,13 @@ from ...tile.paging import batch_of, capacity
 from ...tile.types import Sizes, Strided, Tile
 from ..common.arguments import features_of, numbers_of, optionals_of
 from ..common.building import num_sms
-from ..common.cached import READ_NAMES, Cached, scales_of, strided_of
-from ..common.decode_step import DecodeStep
-from ..common.operand import names_of, operands_of
-from ..common.program import Launch, Program, checked
-from ..common.workspace import Workspace
+from ..common.cached import Cached, scales_of, strided_of
+from ..common.decode_step import DecodeStep, program_of, run
+from ..common.program import Launch, checked
 from .decode import Cache, Partials, attn_fold_kernel, attn_split_kernel
 from .plan import options_of, padded_headdims
 
 Tensor = torch.Tensor
-# What a program reads and writes
-NAMES = (*READ_NAMES, "out", "lse", "captured")
 WORKSPACE = 256 * 2**20  # bytes of what lies between the launches; a longer walk needs none
 WARPS, STAGES = 4, 3
 PROGRAMS = 2  # that an SM has room for at a time
@@ -118,28 +114,7 @@ def forward(cached: Cached, out: Tensor, lse: Tensor) -> DecodeStep | None:
     """
     if not out.numel():
         return None
-    tensors = [*cached.tensors, out, lse, *cached.extras.captured]
-    program = program_of(cached, out, lse)
-    program([x for x in tensors if x is not None])
-    if cached.entry is None or program.again is None or program.copied or cached.extras.captured:
-        return None
-    inputs = [x for x in cached.tensors if x is not None]
-    return DecodeStep(cached.q.device, inputs, out, lse, program=program)
-
-
-def program_of(cached: Cached, out: Tensor, lse: Tensor, sms: int | None = None) -> Program:
-    """The program of a call, whose names are those of the tensors that are there; on a GPU of so
-    many SMs if that is given.
-    """
-    tensors = *cached.tensors, out, lse, *cached.extras.captured
-    operands = operands_of(NAMES, tensors)
-    named = zip(names_of(NAMES, len(tensors)), tensors)
-    *inputs, of_out, of_lse, captured = operands.values()
-    planned = cached.of_tensors(inputs)
-    planned = planned._replace(extras=planned.extras._replace(captured=captured))
-    work = Workspace(cached.q.device)
-    launches = launches_of(readable(planned), cached.problem, of_out, of_lse, work, sms=sms)
-    return Program([name for name, x in named if x is not None], launches, work)
+    return run(program_of(cached, out, lse, launches_of), cached, out, lse)
 
 
 def launches_of(
@@ -157,6 +132,7 @@ def launches_of(
     """
     if sms is None:
         sms = num_sms(cached.q.device) if cached.q.is_cuda else INTERPRETED_SMS
+    cached = readable(cached)
     q, k, extras = cached.q, cached.k, cached.extras
     batch, fit = batch_of(q, extras.cu_seqlens_q), capacity(k, cached.page_table)
     if k.shape[0] == 0:

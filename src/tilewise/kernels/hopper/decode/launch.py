@@ -4,30 +4,29 @@ It knows no length.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 from triton.experimental.gluon import language as gl
 
-from ....emulation import emulate
 from ....hardware import REGISTERS
+from ....problem import Problem
 from ....tile.paging import batch_of, capacity
 from ....tile.split_schedule import SplitSizes
 from ....tile.types import SplitPipeline, Strided, Table
-from ...common import decode_step
 from ...common.alignment import ALIGNMENT, CACHE, misplaced
 from ...common.arguments import features_of, numbers_of, optionals_of
-from ...common.building import first_launch, num_sms, on_device
+from ...common.building import num_sms
 from ...common.cached import Cached, scales_of, strided_of
-from ...common.packed import Packed
-from ...common.relaunch import distinct_cached, relaunch_of
+from ...common.decode_step import DecodeStep, program_of, run
+from ...common.operand import Within
+from ...common.program import checked
+from ...common.workspace import Workspace
 from .. import descriptors
-from ..assembly import ASM
-from ..compat import Descriptors, direct_of
 from ..descriptors import GL_DTYPES, DescriptorFields
-from ..tile_counter import counters_of
-from . import eight_bits
+from ..launch import Launch
+from ..tile_counter import tile_counters
 from .kernel import hopper_decode_kernel
 from .rows import Output, States
 from .scales import Scales
@@ -41,16 +40,6 @@ FEW_QUERIES = 8  # of a sequence: with as many a call waits for memory
 HANDED_OUT = 64  # counters before those of tiles: see `work.fetch_next_tile`
 OF_CHUNKS = 32  # of these, where those of a launch of chunks begin, which runs at the same time
 TOKENS = 4  # of a tile of decodes that run at the same time as chunks
-OUTPUT, COUNTERS, SIZES = 4, 5, 7  # among a plan's arguments
-K, V = 1, 2  # in a row of addresses
-
-
-class Plan(NamedTuple):
-    """A launch."""
-
-    programs: int
-    args: tuple
-    constants: dict
 
 
 def refusal(cached: Cached) -> str | None:
@@ -71,11 +60,11 @@ def refusal(cached: Cached) -> str | None:
     return misplaced(CACHE["hopper"], q=cached.q, k=k, v=cached.v)
 
 
-def rows_of(cached: Cached, batch: int, chunk: int = 0) -> int:
+def rows_of(problem: Problem, cached: Cached, batch: int, chunk: int = 0) -> int:
     """Rows of a tile, which decide no bit: of as many queries as a sequence has on average, or of
     few where long sequences are chunks, and other launches'.
     """
-    group = cached.problem.group
+    group = problem.group
     queries = max(triton.cdiv(cached.q.shape[:-2].numel(), batch), 1)
     queries = min(queries, TOKENS) if chunk else queries
     # Of 8 bits two programs share an SM to 32 rows, and are faster than one of 64: only where a
@@ -84,80 +73,92 @@ def rows_of(cached: Cached, batch: int, chunk: int = 0) -> int:
     return min(max(triton.next_power_of_2(queries * group), FEWEST_ROWS), most)
 
 
-def warpgroups_of(cached: Cached, batch: int, programs: int) -> int:
+def warpgroups_of(problem: Problem, cached: Cached, batch: int, programs: int) -> int:
     """How many warpgroups share tiles of keys, which decides no bit: two where sequences have many
     queries, by their number on average, and tiles of two are as many as programs, or almost.
     """
-    problem, queries = cached.problem, cached.q.shape[:-2].numel()
+    queries = cached.q.shape[:-2].numel()
     if cached.k.dtype in CACHES or problem.headdim_v > 128:  # two have no registers for these
         return 1
     tiles = queries * problem.nheads / (2 * ROWS)
     return 2 if queries > FEW_QUERIES * batch and tiles > 0.75 * programs else 1
 
 
-def plan_of(
+def launch_of(
     cached: Cached,
-    out: Tensor,
-    lse: Tensor,
-    workspace: int = WORKSPACE,
+    problem: Problem,
+    out: Any,
+    lse: Any,
+    work: Workspace,
+    *,
     most: int | None = None,
     chunk: int = 0,
-) -> Plan:
-    """A launch for any lengths, for `most` SMs; by default all. With `chunk`, sequences of so many
-    queries are computed by another launch.
+) -> Launch:
+    """The launch for any lengths, of operands, for `most` SMs; by default all. With `chunk`,
+    sequences of so many queries are computed by another launch.
     """
-    problem, q, k, extras = cached.problem, cached.q, cached.k, cached.extras
-    scales = Scales(*scales_of(cached.k_descale), *scales_of(cached.v_descale))
-    row_scales = (scales.k_row is not None) + (scales.v_row is not None)
-    page_size = 0 if cached.page_table is None else k.shape[1]
+    q, k, extras = cached.q, cached.k, cached.extras
     batch, room = batch_of(q, extras.cu_seqlens_q), capacity(k, cached.page_table)
     if most is None:
         most = num_sms(q.device) if q.is_cuda else 4
-    warpgroups = 1 if chunk else warpgroups_of(cached, batch, most)
-    counts = dict(row_scales=row_scales, warpgroups=warpgroups, rows=rows_of(cached, batch, chunk))
-    tile = tile_of(problem, page_size, kept=k.dtype, **counts)
+    tile = tile_for(problem, cached, batch, most, chunk)
     is_packed = extras.cu_seqlens_q is not None
-    rows = q.shape[-3]
+    rows, queries = q.shape[-3], q.shape[:-2].numel()
     reach = max(rows, room)
-    numbers = numbers_of(cached.scalars, q[None] if is_packed else q, k)
     left, right = cached.scalars.left, cached.scalars.right
+    numbers = numbers_of(cached.scalars, q, k)
     numbers = numbers._replace(left=min(left, reach), right=min(right, reach))
     tokens = tile.ROWS // problem.group
-    queries = q.shape[:-2].numel()
     tiles = problem.nheads_k * (triton.cdiv(rows, tokens) * (1 if is_packed else batch))
     tiles += problem.nheads_k * batch * is_packed
     pieces = triton.cdiv(room, cached.piece_size)
-    bound = tiles * max(pieces, 1)
     # Partial states of all pieces, or as many as there is memory for
     query_bytes = 4 * (problem.headdim_v + 2) * problem.nheads
-    states = min(queries * pieces if pieces > 1 else 0, workspace // query_bytes, 2**25 - 1)
-    counters = counters_of(q.device, HANDED_OUT + queries * problem.nheads_k)
-    handed_out, by_tile = counters.split([HANDED_OUT, counters.numel() - HANDED_OUT])
-    partials = partials_of(q, max(states, 1) * problem.nheads, problem.headdim_v)
+    states = min(queries * pieces if pieces > 1 else 0, WORKSPACE // query_bytes, 2**25 - 1)
+    partials = partials_of(work, max(states, 1) * problem.nheads, problem.headdim_v)
     packed = batch if is_packed else 0
-    sizes = SplitSizes(packed, problem.nheads_k, rows, room, batch, cached.piece_size, states)
-    args = (
-        strided_of(q),
-        *described(cached, tile),
-        table_of(cached),
-        Output(strided_of(out), lse, partials, strided_of(out) if cached.clears_tail else None),
-        Counters(handed_out, by_tile),
-        optionals_of(extras, problem.mods),
-        sizes,
-        numbers,
-        scales,
+    keys, values = described(cached, tile)
+    tail = strided_of(out) if cached.clears_tail else None
+    args = dict(q=strided_of(q), k=keys, v=values, table=table_of(cached))
+    args |= dict(output=Output(strided_of(out), lse, partials=partials, tail=tail))
+    handed_out = tile_counters(HANDED_OUT + queries * problem.nheads_k)
+    by_tile = Within("counters of tiles", handed_out.name, HANDED_OUT)
+    args |= dict(counters=Counters(handed_out, by_tile))
+    args |= dict(optionals=optionals_of(extras, problem.mods))
+    args |= dict(
+        sizes=SplitSizes(packed, problem.nheads_k, rows, room, batch, cached.piece_size, states)
     )
+    args |= dict(numbers=numbers)
+    args |= dict(scales=Scales(*scales_of(cached.k_descale), *scales_of(cached.v_descale)))
     features = features_of(problem)._replace(FAST_TANH=problem.has_softcap, CHUNK=chunk)
-    constants = dict(FEATURES=features, TILE=tile, num_warps=4)
+    options = dict(num_warps=4)
     if tile.PROGRAMS > 1:  # of 8 warps each, whose registers setmaxnreg then divides
-        constants["maxnreg"] = REGISTERS // (tile.PROGRAMS * 8 * 32)
-    return Plan(min(bound, most * tile.PROGRAMS), args, constants)
+        options["maxnreg"] = REGISTERS // (tile.PROGRAMS * 8 * 32)
+    programs = min(tiles * max(pieces, 1), most * tile.PROGRAMS)
+    constants = dict(FEATURES=features, TILE=tile)
+    return checked(Launch(hopper_decode_kernel, programs, args, constants, options))
 
 
-def partials_of(q: Tensor, rows: int, headdim_v: int) -> States:
+def tile_for(
+    problem: Problem, cached: Cached, batch: int, programs: int, chunk: int
+) -> SplitPipeline:
+    """The tile of a call, for so many programs."""
+    by_row = [x is not None and x.dim() == 3 for x in (cached.k_descale, cached.v_descale)]
+    warpgroups = 1 if chunk else warpgroups_of(problem, cached, batch, programs)
+    return tile_of(
+        problem,
+        0 if cached.page_table is None else cached.k.shape[1],
+        kept=cached.k.dtype,
+        row_scales=sum(by_row),
+        warpgroups=warpgroups,
+        rows=rows_of(problem, cached, batch, chunk),
+    )
+
+
+def partials_of(work: Workspace, rows: int, headdim_v: int) -> States:
     """Room for so many rows of partial states."""
-    memory = q.new_empty(rows * (headdim_v + 2), dtype=torch.float32)
-    return States(*memory.split([rows * n for n in (headdim_v, 1, 1)]))
+    m_i, l_i = (work.add(name, (rows,)) for name in ("m_i", "l_i"))
+    return States(work.add("acc_o", (rows, headdim_v)), m_i, l_i)
 
 
 def described(cached: Cached, tile: SplitPipeline) -> list[DescriptorFields | Strided]:
@@ -191,73 +192,17 @@ def table_of(cached: Cached) -> Table:
     return Table(table, table.stride(0), *k.shape[:2])
 
 
-class DecodeStep(decode_step.DecodeStep):
-    """The launch of a decode step."""
-
-    call: Any  # with the stream and a row
-    moved: Any  # what of K (0) and V (1) moves, from an address
-    chunks: Any = None  # the program of long sequences, which runs at the same time
-
-    def __init__(self, cached: Cached, plan: Plan, out: Tensor, lse: Tensor) -> None:
-        inputs = [x for x in cached.tensors if x is not None]
-        super().__init__(cached.q.device, inputs, out, lse, plan.args[OUTPUT].partials)
-        self.counters = HANDED_OUT + plan.args[COUNTERS].tiles.numel()
-
-    def launch(self, stream: int, row: list[Any]) -> None:
-        """Launches it."""
-        counters = counters_of(self.device, self.counters)
-        address, moved, chunk = counters.data_ptr(), self.moved, None
-        if self.chunks is not None:
-            chunk = row[: -len(self.starts)]
-        row[K], row[V] = moved(0, row[K]), moved(1, row[V])
-        row += address, address + 4 * HANDED_OUT
-        self.call(stream, row)
-        if chunk is not None:
-            self.chunks.launch(stream, [*chunk, address + 4 * OF_CHUNKS])
-
-
-def step_of(
-    cached: Cached, plan: Plan, out: Tensor, lse: Tensor, compiled: Any
-) -> DecodeStep | None:
-    """What was launched; None where it may not be again."""
-    kernel = direct_of(compiled, plan.programs)
-    if kernel is None:
-        return None
-    described = Descriptors(kernel, plan.args[1:3])
-    q, k, v, *optionals = [x for x in cached.tensors if x is not None]
-    gaps, operands, has_maps = described.opened([k.data_ptr(), v.data_ptr()])
-    constants = plan.constants["FEATURES"], plan.constants["TILE"]
-    args = plan.args[0], *operands, *plan.args[3:], *constants
-    row = q, *gaps, *optionals, out, lse, *plan.args[OUTPUT].partials, *plan.args[COUNTERS]
-    call = relaunch_of(kernel, args, row, has_maps)
-    if call is None:
-        return None
-    step = DecodeStep(cached, plan, out, lse)
-    step.call, step.moved = call, described.moved if isinstance(call, Packed) else described.first
-    return step
-
-
 def forward(cached: Cached, out: Tensor, lse: Tensor) -> DecodeStep | None:
     """Writes `out` and `lse` of all queries that belong to a sequence. Returns how it is done
     again, where the call has an entry.
     """
     if not out.numel() or not batch_of(cached.q, cached.extras.cu_seqlens_q):
         return None
-    if cached.entry is not None:
-        cached, out = distinct_cached(cached), out.detach()
-    plan = plan_of(cached, out, lse)
-    compiled = run(plan, cached.q.device)
-    if cached.entry is None or compiled is None:
-        return None
-    return step_of(cached, plan, out, lse, compiled)
+    return run(program_of(cached, out, lse, launches_of), cached, out, lse)
 
 
-def run(plan: Plan, device: torch.device) -> Any:
-    """Launches; on CPU tensors in the emulator."""
-    args = descriptors.checked(plan.args)
-    if device.type == "cpu":
-        emulated = emulate(hopper_decode_kernel, ASM | eight_bits.ASM)
-        emulated[(plan.programs,)](*args, **plan.constants)
-        return None
-    with on_device(device):
-        return first_launch(hopper_decode_kernel, plan.programs, *args, **plan.constants)
+def launches_of(
+    cached: Cached, problem: Problem, out: Any, lse: Any, work: Workspace, most: int | None = None
+) -> list[Launch]:
+    """The one launch, for `most` SMs."""
+    return [launch_of(cached, problem, out, lse, work, most=most)]

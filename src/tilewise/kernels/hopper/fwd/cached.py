@@ -15,19 +15,19 @@ are whose they find from the lengths on the device.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 import triton
 
+from ....problem import Problem
 from ....tile.paging import batch_of, capacity
 from ....tile.types import Table
 from ...common.alignment import TMA, misplaced
-from ...common.cached import READ_NAMES, Cached
-from ...common.decode_step import DecodeStep
-from ...common.operand import operands_of
-from ...common.program import Program
-from ...common.relaunch import distinct_cached
+from ...common.cached import Cached
+from ...common.decode_step import DecodeStep, program_of, run
+from ...common.operand import Within
 from ...common.workspace import Workspace
 from ..decode import launch as decoding
 from ..decode.tiles import is_box
@@ -36,7 +36,6 @@ from ..layouts import column_groups
 from .launch import plan_for, steps_of
 
 Tensor = torch.Tensor
-NAMES = (*READ_NAMES, "out", "lse", "counter")  # what a program reads and writes
 TILE_ROWS = 128  # of queries, times the query heads of a key head where these share a tile
 # Of one sequence. With fewer, keys that are divided keep more of the GPU busy than larger tiles
 # gain: an H100, 32 query heads, 8 of keys, 32Ki keys, decoding's time over the other's: 1.10 with
@@ -121,30 +120,31 @@ def chunk_of(cached: Cached) -> int:
     return 0 if cached.extras.cu_seqlens_q is None else least_of(cached)
 
 
-def program_of(cached: Cached, out: Tensor, lse: Tensor, counter: Tensor | None = None) -> Program:
-    """The launch of chunks, whose names are those of the tensors that are there; of a `counter`
-    that is passed as the last of them.
+def launches_of(
+    cached: Cached, problem: Problem, out: Any, lse: Any, work: Workspace, chunk: int = 0
+) -> list[Any]:
+    """The launch of chunks; with `chunk`, from as many queries on, behind that of other sequences,
+    whose counters it shares.
     """
-    tensors = *cached.tensors, out, lse, counter
-    operands = operands_of(NAMES, tensors)
-    *inputs, of_out, of_lse, of_counter = operands.values()
-    planned = cached.of_tensors(inputs)
-    q, work = in_batch(planned.q), Workspace(out.device)
-    steps = steps_of(
-        cached.problem,
+    steps, counter = [], None
+    if chunk:
+        steps = [decoding.launch_of(cached, problem, out, lse, work, chunk=chunk)]
+        counters = steps[0].args["counters"].counter
+        counter = Within("counter of chunks", counters.name, decoding.OF_CHUNKS)
+    return steps + steps_of(
+        problem,
         cached.scalars,
-        planned.extras,
+        cached.extras,
         work,
-        q=q,
-        k=planned.k,
-        v=planned.v,
-        out=in_batch(of_out),
-        lse=of_lse,
-        pages=pages_of(planned),
-        chunk=chunk_of(cached),
-        counter=of_counter,
+        q=in_batch(cached.q),
+        k=cached.k,
+        v=cached.v,
+        out=in_batch(out),
+        lse=lse,
+        pages=pages_of(cached),
+        chunk=chunk,
+        counter=counter,
     )
-    return Program([x.name for x in operands.values() if x is not None], steps, work)
 
 
 def pages_of(cached: Cached) -> Table | None:
@@ -159,21 +159,5 @@ def forward(cached: Cached, out: Tensor, lse: Tensor) -> DecodeStep | None:
     is_empty = not out.numel() or not batch_of(cached.q, cached.extras.cu_seqlens_q)
     if is_empty or why_in_pieces(cached, out) is not None:
         return decoding.forward(cached, out, lse=lse)
-    if cached.entry is not None:
-        cached, out = distinct_cached(cached), out.detach()
-    chunk, plan, compiled, counter = chunk_of(cached), None, None, None
-    if chunk:
-        plan = decoding.plan_of(cached, out, lse, chunk=chunk)
-        counter = plan.args[decoding.COUNTERS].counter[decoding.OF_CHUNKS :]
-        compiled = decoding.run(plan, cached.q.device)
-    program = program_of(cached, out, lse, counter)
-    program([x for x in (*cached.tensors, out, lse, counter) if x is not None])
-    if cached.entry is None or program.again is None or not program.takes_addresses:
-        return None
-    if plan is None:
-        inputs = [x for x in cached.tensors if x is not None]
-        return DecodeStep(cached.q.device, inputs, out, lse, program=program)
-    step = decoding.step_of(cached, plan, out=out, lse=lse, compiled=compiled)
-    if step is not None:
-        step.chunks = program
-    return step
+    launches = functools.partial(launches_of, chunk=chunk_of(cached))
+    return run(program_of(cached, out, lse, launches), cached, out, lse)
