@@ -13,7 +13,7 @@ torch.Size([2, 1, 4, 32])
 """
 
 from .frontend.append import append
-from .kernels.common.cached import Append
+from .kernels.common.appended import Append
 from .tile.rotary import Rotary
 
 __all__ = ["Append", "Rotary", "append"]

@@ -25,15 +25,17 @@ import functools
 import importlib
 from collections.abc import Callable
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 
 from .errors import ArgumentError, Avoidable, Slower, warn_slow
 from .kernels.common.alignment import DENSE, check_elements, misplaced
-from .kernels.common.arguments import packed_in
-from .kernels.common.cached import Cached
 from .kernels.common.outputs import has_no_sequence, padding_grads, padding_out
 from .problem import Call, Extras, Grads, Problem, Saved
+
+if TYPE_CHECKING:
+    from .kernels.common.cached import Cached
 
 Tensor = torch.Tensor
 Forward = Callable[[Tensor, Tensor, Tensor, Extras], tuple[Tensor, Tensor]]
@@ -160,7 +162,7 @@ def has_many(problem: Problem, q: Tensor, k: Tensor, extras: Extras) -> bool:
     """Whether each key serves so many queries, and each query so many keys, that copying them pays
     off; packed sequences by their mean length.
     """
-    sequences = max(1, packed_in(extras))
+    sequences = max(1, extras.sequences)
     return min(q.shape[1] * problem.group, k.shape[1]) >= MANY * sequences
 
 

@@ -19,10 +19,13 @@ ONLY_FP8 = "it is for FP8, which no method supports"
 
 
 class Feature(NamedTuple):
-    """An argument: the shapes that a tensor may have, in names of sizes, its dtypes, and what to do
-    instead where a kind of call refuses it.
+    """An argument: its name in tables and its flag in a `Problem`, if it selects code; the shapes
+    that a tensor may have, in names of sizes, its dtypes, and what to do instead where a kind of
+    call refuses it.
     """
 
+    title: str = ""
+    flag: str = ""
     shapes: tuple[tuple[str, ...], ...] = ()
     dtypes: tuple[torch.dtype, ...] = ()
     is_whole: bool = False  # whether no shard or mapped call may take a part of it
@@ -36,8 +39,18 @@ class Feature(NamedTuple):
 
 
 FEATURES = {
-    "alibi_slopes": Feature((("nheads",), ("batch", "nheads")), (torch.float32,)),
-    "sinks": Feature((("nheads",),), FLOATS),
+    "softcap": Feature("softcap", "has_softcap"),
+    "alibi_slopes": Feature(
+        "ALiBi", "has_alibi", shapes=(("nheads",), ("batch", "nheads")), dtypes=(torch.float32,)
+    ),
+    "sinks": Feature("sinks", "has_sinks", shapes=(("nheads",),), dtypes=FLOATS),
+    "seqused_k": Feature(
+        "seqused_k", "has_seqused_k", shapes=(("batch",),), dtypes=INT32, sharded=PADDING
+    ),
+    "cu_seqlens_q": Feature(
+        "packed sequences", "is_packed", (("batch + 1",),), INT32, sharded=DOCUMENTS
+    ),
+    "deterministic": Feature("deterministic gradients", "deterministic"),
     "bias": Feature(
         is_whole=True,
         cached="pass a mask_mod or alibi_slopes",
@@ -49,7 +62,7 @@ FEATURES = {
         fp8=f"use softcap and alibi_slopes, or {IN_BF16}",
     ),
     "dropout_p": Feature(cached="leave it out", fp8=f"leave it out, or {IN_BF16}"),
-    "dropout_rng": Feature((("2",),), (torch.int64,), is_whole=True),
+    "dropout_rng": Feature(shapes=(("2",),), dtypes=(torch.int64,), is_whole=True),
     "mask_mod": Feature(fp8=f"use causal, window and cu_seqlens, or {IN_BF16}"),
     "block_mask": Feature(
         cached="pass its mask as mask_mod",
@@ -57,10 +70,9 @@ FEATURES = {
         sharded="pass its predicate as mask_mod",
     ),
     "attention_chunk": Feature(fp8=f"use window_size, or {IN_BF16}"),
-    "cu_seqlens_q": Feature((("batch + 1",),), INT32, sharded=DOCUMENTS),
     "cu_seqlens_k": Feature(
-        (("batch + 1",),),
-        INT32,
+        shapes=(("batch + 1",),),
+        dtypes=INT32,
         cached="pass k and v as (batch, seqlen_k, nheads_k, headdim) or as pages, and their "
         "lengths as seqused_k",
         sharded=DOCUMENTS,
@@ -68,13 +80,12 @@ FEATURES = {
     "max_seqlen_q": Feature(sharded=DOCUMENTS),
     "max_seqlen_k": Feature(sharded=DOCUMENTS),
     "seqused_q": Feature(
-        (("batch",),),
-        INT32,
+        shapes=(("batch",),),
+        dtypes=INT32,
         cached="let cu_seqlens_q say how many queries each sequence has",
         sharded=PADDING,
     ),
-    "seqused_k": Feature((("batch",),), INT32, sharded=PADDING),
-    "page_table": Feature((("batch", "pages"),), INT32, fp8=PAGES, sharded=WHOLE),
+    "page_table": Feature(shapes=(("batch", "pages"),), dtypes=INT32, fp8=PAGES, sharded=WHOLE),
     "block_table": Feature(fp8=PAGES),
     **dict.fromkeys(("q_descale", "k_descale", "v_descale"), Feature(sharded=WHOLE)),
     **dict.fromkeys(("out_dtype", "backward"), Feature(sharded=ONLY_FP8)),
@@ -100,8 +111,20 @@ TYPES = {
     **dict(out_dtype="ScalarType", backend="str?"),
 }
 
+SHARDED_TYPES = {
+    **dict(
+        layout="Tensor", causal="str", left="int", right="int", scale="float?", softcap="float?"
+    ),
+    **dict(method="str?", bitwise="bool", needs_grad="bool"),
+}
+
 # Their arguments, in the order of saved programs
 OPERATORS = {
+    "context_parallel": (
+        *("alibi_slopes", "sinks", "dropout_rng", "captured", "layout", "causal", "scale", "left"),
+        *("right", "softcap", "dropout_p", "mask_mod", "score_mod", "deterministic", "backend"),
+        *("method", "bitwise", "needs_grad"),
+    ),
     "flash_attn_cache": (
         *("q", "k", "v", "page_table", "seqused_k", "cu_seqlens_q", "alibi_slopes", "sinks"),
         *("captured", "scale", "softcap", "left", "right", "split_size", "mask_mod", "backend"),
@@ -125,6 +148,7 @@ def refuse(kind: str, **arguments: Any) -> None:
             raise NotImplementedError(REFUSALS[kind].format(name=name, remedy=remedy))
 
 
-def schema_of(*names: str) -> str:
-    """Arguments of an operator as torch's schemas write them."""
-    return ", ".join(f"{TYPES.get(name, 'Tensor?')} {name}" for name in names)
+def schema_of(*names: str, **types: str) -> str:
+    """Arguments of an operator as torch's schemas write them; `types` are those that differ."""
+    types = TYPES | types
+    return ", ".join(f"{types.get(name, 'Tensor?')} {name}" for name in names)

@@ -112,6 +112,11 @@ class Extras(NamedTuple):
         return (*self.optional, list(self.captured) or None)
 
     @property
+    def sequences(self) -> int:
+        """How many sequences are packed; 0 where they are rows of a batch."""
+        return 0 if self.cu_seqlens_q is None else self.cu_seqlens_q.shape[0] - 1
+
+    @property
     def optional(self) -> tuple[torch.Tensor | None, ...]:
         """All but what functions captured."""
         *optional, _ = self

@@ -29,14 +29,15 @@ from .frontend.scalars import Window, band, check_causal, check_flag, check_layo
 from .kernels.common.cached import NO_CACHE, Cached, lse_by_query, lse_shape
 from .keywords import refuses_others, unexpected
 from .mods import masks, scores
-from .mods.block_mask import BlockMask, block_mask_of
+from .mods.block_mask import BlockMask
 from .mods.evaluation import evaluate
 from .mods.flatten import check_block_mask, modifiers_of
 from .problem import OPEN, Extras, Scalars
 from .tile import predicates
+from .tile.dropout_numbers import check_dropout, draw_rng, factor_of, threshold_of
 from .tile.paging import batch_of, gather, lengths_of, queries_of
 from .tile.quantize import by_row, dequantize, of_sequence
-from .tile.random_bytes import check_dropout, draw_rng, factor_of, keep, threshold_of
+from .tile.random_bytes import keep
 
 Tensor = torch.Tensor
 
@@ -137,9 +138,9 @@ def attention_reference(
     check_values(q, k, extras=extras)
     left, right = band(window, causal is not False)
     sizes = sizes_of(q, k, cu_seqlens=cu_seqlens_q)
-    block_mask = block_mask_of(block_mask)
+    has_band = (left, right) != (OPEN, OPEN)
+    block_mask = check_block_mask(block_mask, sizes, is_packed=is_packed, has_band=has_band)
     modifiers_of(mask_mod, score_mod, block_mask=block_mask, sizes=sizes)
-    check_block_mask(block_mask, sizes, is_packed=is_packed, has_band=(left, right) != (OPEN, OPEN))
     scale, cap = check_numbers(scale, softcap, headdim=q.shape[3], dtype=q.dtype)
     scalars = Scalars(scale, cap, left=left, right=right, dropout_p=dropout_p)
     mask_mod = mask_mod if block_mask is None else block_mask.mask

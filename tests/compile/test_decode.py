@@ -11,7 +11,7 @@ from helpers.tiers import sample, sample_rows
 
 from tilewise import mods
 from tilewise.cache import Append, Rotary
-from tilewise.kernels.common.cached import AppendedCall
+from tilewise.kernels.common.appended import AppendedCall
 from tilewise.kernels.portable import append_launch, decode_launch
 from tilewise.testing import SMEM_LIMIT, TARGETS, build, stats
 

@@ -7,7 +7,7 @@ import torch
 
 from tilewise import attention
 from tilewise.frontend import attention as api
-from tilewise.tile.random_bytes import draw_rng
+from tilewise.tile.dropout_numbers import draw_rng
 
 pytestmark = [
     pytest.mark.gpu,

@@ -263,7 +263,7 @@ def kept_of(q, k, dropout_p, device):
     """Which pairs dropout keeps."""
     nheads, seqlen_k = q.shape[2], k.shape[1]
     rng = RNG.to(device)
-    threshold = tilewise.tile.random_bytes.threshold_of(dropout_p)
+    threshold = tilewise.tile.dropout_numbers.threshold_of(dropout_p)
     heads = torch.arange(nheads, device=device)
     batch = torch.arange(q.shape[0], device=device)[:, None]
     return tilewise.tile.random_bytes.keep_tile(

@@ -10,7 +10,7 @@ from helpers.work import at_most
 from hypothesis import given, settings
 
 from tilewise import ArgumentError
-from tilewise.mods import alibi, causal, codegen, derivative, flatten, score, serialize, softcapped
+from tilewise.mods import alibi, causal, codegen, derivative, flat, score, serialize, softcapped
 from tilewise.mods.expressions import FLOAT, OPERATORS, SCORE, Node, steps
 from tilewise.mods.trace import MAX_NODES
 from tilewise.problem import Mods
@@ -165,9 +165,9 @@ def test_work_grows_with_distinct_steps():
     with at_most(calls=10**6):
         mod = nested(64)
         names = Mods(score=mod.key, derivative=mod.derivative.key)
-        assert flatten.indices_used(names) >= {"abs", "where"}
-        assert not flatten.loads_per_pair(names)
-        assert flatten.count_tensors(names.derivative) == 0
+        assert flat.indices_used(names) >= {"abs", "where"}
+        assert not flat.loads_per_pair(names)
+        assert flat.count_tensors(names.derivative) == 0
         text = serialize.serialize(names.derivative)
         assert serialize.tree_of_text(text, serialize.SCORE_FUNCTION) is mod.derivative.expr
         assert len(repr(mod.derivative)) < 2000 and hash(mod.derivative.expr)

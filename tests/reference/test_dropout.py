@@ -7,14 +7,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tilewise.errors import ArgumentError
 from tilewise.tile import random_bytes
-from tilewise.tile.random_bytes import (
-    check_dropout,
-    draw_rng,
-    factor_of,
-    keep,
-    keep_tile,
-    threshold_of,
-)
+from tilewise.tile.dropout_numbers import check_dropout, draw_rng, factor_of, threshold_of
+from tilewise.tile.random_bytes import keep, keep_tile
 
 RNG = torch.tensor([0x0123_4567_89AB_CDEF, -2])
 

@@ -25,6 +25,7 @@ def problems(dtype: torch.dtype) -> dict[str, Problem]:
     import torch
 
     from .. import mods
+    from ..features import FEATURES
     from ..problem import Mods
 
     plain = typical(dtype)
@@ -34,12 +35,7 @@ def problems(dtype: torch.dtype) -> dict[str, Problem]:
     changes = {
         "causal": dict(has_right=True),
         "window": dict(has_left=True, has_right=True),
-        "softcap": dict(has_softcap=True),
-        "ALiBi": dict(has_alibi=True),
-        "sinks": dict(has_sinks=True),
-        "seqused_k": dict(has_seqused_k=True),
-        "packed sequences": dict(is_packed=True),
-        "deterministic gradients": dict(deterministic=True),
+        **{x.title: {x.flag: True} for x in FEATURES.values() if x.flag},
         "mask_mod": dict(mods=mask),
         "block_mask": dict(mods=blocks),
         "block_mask, deterministic gradients": dict(mods=blocks, deterministic=True),

@@ -242,6 +242,7 @@ def sdpa_error(case, tensor: str, device: str, dtype) -> float | None:
 
 def torch_can(case, tensor: str) -> bool:
     """Whether torch's attention computes this tensor of the case without a mask of scores."""
+    from ..testing.inputs import Features
     from ..testing.packed import PackedCase
 
     features, sizes = case.features, case.sizes
@@ -249,9 +250,9 @@ def torch_can(case, tensor: str) -> bool:
         return False
     if tensor not in ("out", "dq", "dk", "dv") or (features.lse_grad and tensor != "out"):
         return False
-    if features.window or features.softcap or features.alibi or features.sinks:
-        return False
-    if features.seqused_k is not None or not (sizes.batch and sizes.seqlen_q and sizes.seqlen_k):
+    plain = Features(layout=features.layout, memory=features.memory, logits=features.logits)
+    plain = plain._replace(causal=features.causal, scale=features.scale, lse_grad=features.lse_grad)
+    if features != plain or not (sizes.batch and sizes.seqlen_q and sizes.seqlen_k):
         return False
     is_square = sizes.seqlen_q == sizes.seqlen_k
     return not features.causal or features.causal == "top_left" or is_square

@@ -8,7 +8,7 @@ import torch
 
 from ..errors import ArgumentError, a_type
 from ..features import FLOATS
-from ..kernels.common.cached import Append
+from ..kernels.common.appended import Append
 from ..keywords import refuses_others, unexpected
 from ..ops import append as append_ops
 from ..ops.calls import find

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Never
+from typing import TYPE_CHECKING, Any, Never
 
 import torch
 
@@ -13,18 +13,16 @@ from ..features import refuse
 from ..kernels.common.cached import NO_CACHE
 from ..kernels.common.quantized import Quantized
 from ..keywords import refuses_others, unexpected
-from ..mods.block_mask import BlockMask, block_mask_of
-from ..mods.documents import Documents
-from ..mods.flatten import check_block_mask, modifiers_of
 from ..ops import attention as ops
 from ..ops import context_parallel as shards
 from ..ops import kv_cache as cache_ops
 from ..ops.calls import find
 from ..problem import OPEN, Call, Extras
-from ..tile.random_bytes import check_dropout, draw_rng
-from . import fp8, invariance
+from ..tile.dropout_numbers import check_dropout, draw_rng
+from . import invariance, paths
 from .cache_checks import check_cached, is_cached
 from .call import attend_cached, call, launch, launch_step
+from .paths import ONE_BYTE, Fp8Arguments, has_fp8
 from .qkv import in_order, sizes_of
 from .scalars import (
     Window,
@@ -38,6 +36,9 @@ from .scalars import (
     longest_of,
     step_bound,
 )
+
+if TYPE_CHECKING:
+    from ..mods.block_mask import BlockMask
 
 Tensor = torch.Tensor
 
@@ -212,7 +213,7 @@ def attention(
     has_more = not (mask_mod is score_mod is block_mask is None)
     has_more = has_more or not (q_descale is out_dtype is backward is None)
     # FP8 products have entries of their own
-    has_more = has_more or type(q) is Quantized or getattr(q, "dtype", None) in fp8.ONE_BYTE
+    has_more = has_more or type(q) is Quantized or getattr(q, "dtype", None) in ONE_BYTE
     if not has_more and type(dropout_p) in (int, float) and dropout_p == 0:
         plain = "attention", causal, scale, softcap, split_size, deterministic, layout, return_lse
         plain = *plain, backend, invariance.is_on
@@ -233,11 +234,11 @@ def attention(
                 result = launch_step(entry.call, tensors, addresses, return_lse, layout)
             if result is not None:
                 return result if return_lse else result[0]
-    if isinstance(q, Quantized) or k is None or v is None or fp8.has_fp8(q, *of_fp8):
+    if isinstance(q, Quantized) or k is None or v is None or has_fp8(q, *of_fp8):
         unserved = dict(bias=bias, mask_mod=mask_mod, block_mask=block_mask, score_mod=score_mod)
         unserved |= dict(dropout_p=dropout_p or None, page_table=page_table, split_size=split_size)
         refuse("fp8", **unserved, out=out)
-        fp8_arguments = fp8.Arguments(
+        fp8_arguments = Fp8Arguments(
             *((q_descale, k_descale, v_descale), lengths, (alibi_slopes, sinks)),
             *((causal, scale, window, softcap), max_seqlen_q, layout),
             *(out_dtype, backward, backend),
@@ -245,7 +246,7 @@ def attention(
         check_bounds(max_seqlen_q, max_seqlen_k)
         check_flag("deterministic", deterministic)
         return_lse = check_flag("return_lse", return_lse)
-        outputs = fp8.attend(q, k, v, fp8_arguments, return_lse)
+        outputs = paths.attend_fp8(q, k, v, fp8_arguments, return_lse)
         return outputs if return_lse else outputs[0]
     align = check_causal(causal)
     check_layout(layout)
@@ -284,10 +285,11 @@ def attention(
         dropout_rng = draw_rng(q.device)
     limits = band(window, causal is not False)
     sizes = sizes_of(q, k, cu_seqlens_q)
-    block_mask = block_mask_of(block_mask)
-    check_block_mask(block_mask, sizes, is_packed, limits != (OPEN, OPEN))
+    block_mask = paths.check_block_mask(block_mask, sizes, is_packed, limits != (OPEN, OPEN))
     positions = *lengths, alibi_slopes, bias, mask_mod, score_mod, dropout_p or None
-    documents, batch = documents_in(block_mask, q, k, v, positions), q.shape[0]
+    documents, batch = None, q.shape[0]
+    if block_mask is not None and all(x is None for x in positions):
+        documents = block_mask.documents_in(q, k, v)
     if documents is not None:
         block_mask, limits = None, band(None, documents.causal)
         if documents.are_many:
@@ -295,7 +297,7 @@ def attention(
                 q, k, v = (x.flatten(0, 1)[None] for x in (q, k, v))
             lengths = None, None, documents.cu_seqlens, documents.cu_seqlens
             max_seqlen_q = documents.longest
-    modifiers = modifiers_of(mask_mod, score_mod, block_mask, sizes)
+    modifiers = paths.modifiers_of(mask_mod, score_mod, block_mask, sizes)
     rng = dropout_rng if dropout_p else None
     extras = Extras(alibi_slopes, sinks, *lengths, bias, rng, modifiers.captured)
     out, lse = call(
@@ -318,17 +320,3 @@ def attention(
     if layout == "bhsd" and not is_packed:
         out = out.transpose(1, 2)
     return (out, lse) if return_lse else out
-
-
-def documents_in(
-    block_mask: BlockMask | None, q: Tensor, k: Tensor, v: Tensor, positions: tuple[Any, ...]
-) -> Documents | None:
-    """The packed sequences of a document mask, where nothing else depends on positions, and where
-    views of q, k and v are packed.
-    """
-    documents = None if block_mask is None else block_mask.documents
-    batch, tokens = q.shape[:2]
-    if documents is None or documents.batch != batch or any(x is not None for x in positions):
-        return None
-    is_view = all(batch == 1 or x.stride(0) == tokens * x.stride(1) for x in (q, k, v))
-    return documents if is_view else None

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from ..errors import ArgumentError
 from ..features import FEATURES, FLOATS
 from ..kernels.common.cached import Cached
 from ..mods.compilers import share_batch
-from ..mods.flatten import modifiers_of
-from ..mods.masks import Predicate
 from ..problem import Extras, Scalars
 from ..tile.paging import batch_of, capacity
 from ..tile.quantize import LIMITS, is_one_byte
+from . import paths
 from .checks import check_optional, check_starts, knows_values
 from .invariance import check_split_size
 from .qkv import check_device, check_kind, check_tensor, check_tensors
@@ -42,7 +44,7 @@ def check_cached(
     window: Window = None,
     softcap: float | None = None,
     split_size: int | None = None,
-    mask_mod: Predicate | None = None,
+    mask_mod: Callable[..., Any] | None = None,
     layout: str = "bshd",
 ) -> Cached:
     """The checked call of a `Cached` that has the caller's tensors alone."""
@@ -61,7 +63,7 @@ def check_cached(
     limits = band(window, causal is not False)
     _check_lengths(q, k, page_table, extras)
     batch = batch_of(q, cu_seqlens_q)
-    modifiers = modifiers_of(mask_mod, None, None, (batch, q.shape[-2], 0, 0))
+    modifiers = paths.modifiers_of(mask_mod, None, None, (batch, q.shape[-2], 0, 0))
     extras = extras._replace(captured=modifiers.captured)
     for name, x in zip(Extras._fields[:2], extras[:2]):
         if x is not None:

@@ -12,10 +12,10 @@ from torch._C._functorch import peek_interpreter_stack
 
 from ..errors import OURS, ArgumentError, Words, a_type
 from ..features import FEATURES
-from ..mods.flatten import take_apart
+from ..mods.flat import take_apart
 from ..problem import NO_MODS, OPTIONAL, Call, Extras, Mods, Scalars, describe
 from ..switches import is_on
-from ..tile.random_bytes import check_dropout
+from ..tile.dropout_numbers import check_dropout
 from .qkv import check_device, check_kind, check_tensors
 from .scalars import check_numbers
 

@@ -16,7 +16,7 @@ import torch
 
 from ..errors import ArgumentError
 from ..mods.compilers import gives_constant
-from ..mods.flatten import NO_MODIFIERS, FlatMods
+from ..mods.flat import NO_MODIFIERS, FlatMods
 from ..mods.masks import Mask, chunked, mask
 from ..problem import OPEN, Mods
 from .scalars import as_int

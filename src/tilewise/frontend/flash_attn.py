@@ -15,11 +15,12 @@ from ..keywords import refuses_others, unexpected
 from ..ops import context_parallel as shards
 from ..ops.calls import find
 from ..problem import Extras
-from ..tile.random_bytes import check_dropout, draw_rng
+from ..tile.dropout_numbers import check_dropout, draw_rng
 from . import fp8, sharded
 from .call import call, launch
 from .chunks import check_chunk, chunk_band, chunk_of_batch, chunk_of_packed
 from .kv_cache import varlen_of_pages
+from .paths import Fp8Arguments, has_fp8
 from .qkv import check_rank, in_order, with_contiguous_rows
 from .scalars import Window, as_bound, as_int, band, check_bounds, check_flag, is_long, longest_of
 
@@ -107,7 +108,7 @@ def flash_attn_func(
     score_args = alibi_slopes, learnable_sink
     descales = q_descale, k_descale, v_descale
     fp8_arguments = *descales, out_dtype
-    if shards.contexts and shards.is_sharded() and not fp8.has_fp8(q, *fp8_arguments):
+    if shards.contexts and shards.is_sharded() and not has_fp8(q, *fp8_arguments):
         _check_hints(num_splits, pack_gqa)
         numbers = dropout_p, softmax_scale, softcap
         options = causal, window_size, deterministic, attention_chunk
@@ -122,7 +123,7 @@ def flash_attn_func(
             out, lse = launch(entry.call, *inputs, score_args, "bshd")
             return (out, lse, None) if return_attn_probs else (out, lse) if return_lse else out
     _check_hints(num_splits, pack_gqa)
-    if isinstance(q, Quantized) or k is None or v is None or fp8.has_fp8(q, *fp8_arguments):
+    if isinstance(q, Quantized) or k is None or v is None or has_fp8(q, *fp8_arguments):
         check_flag("deterministic", deterministic)
         outputs = _attend_fp8(
             *(inputs, descales, (None, None, None, None), score_args),
@@ -238,7 +239,7 @@ def flash_attn_varlen_func(
     _check_hints(num_splits, pack_gqa)
     of_keys = descales[1:] if block_table is None else ()  # pages have scales over 16-bit q, too
     fp8_arguments = q_descale, out_dtype, *of_keys
-    if isinstance(q, Quantized) or k is None or v is None or fp8.has_fp8(q, *fp8_arguments):
+    if isinstance(q, Quantized) or k is None or v is None or has_fp8(q, *fp8_arguments):
         check_flag("deterministic", deterministic)
         refused = dict(dropout_p=dropout_p or None, attention_chunk=attention_chunk or None)
         outputs = _attend_fp8(
@@ -292,7 +293,7 @@ def _attend_fp8(
     refused: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
     refuse("fp8", **refused)
-    given = fp8.Arguments(descales, lengths, score_args, numbers, max_seqlen_q, out_dtype=out_dtype)
+    given = Fp8Arguments(descales, lengths, score_args, numbers, max_seqlen_q, out_dtype=out_dtype)
     given = given._replace(words=WORDS, window_name="window_size")
     return fp8.attend(*inputs, given)
 

@@ -13,7 +13,7 @@ import torch
 
 from ..errors import ArgumentError, Words, a_type
 from ..keywords import refuses_others, unexpected
-from ..mods.block_mask import BlockMask, block_mask_of
+from ..mods.block_mask import BlockMask
 from ..mods.compilers import share_batch
 from ..mods.flatten import check_block_mask, modifiers_of
 from ..mods.scores import ScoreFunction
@@ -98,11 +98,10 @@ def flex_attention(
     share_batch(query, key, value)
     _check_sharing(query, key, has_gqa, block_mask is not None)
     x = batched(query, key, value, has_gqa, WORDS)
-    block_mask = block_mask_of(block_mask)
     batch, nheads, seqlen_q, seqlen_k = x.scores
     sizes = batch, nheads, seqlen_q, seqlen_k
+    block_mask = check_block_mask(block_mask, sizes, False, False)
     modifiers = modifiers_of(None, score_mod, block_mask, sizes)
-    check_block_mask(block_mask, sizes, False, False)
     query, scale = with_positive_scale(x.query, scale, WORDS)
     out, lse = call(
         *(t.transpose(1, 2) for t in (query, x.key, x.value)),

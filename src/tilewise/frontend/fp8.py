@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from .. import dispatch
-from ..errors import OURS, ArgumentError, Words
+from ..errors import ArgumentError
 from ..kernels.common.kept import ones
 from ..kernels.common.quantized import Quantized, Scales
 from ..ops import fp8 as ops
@@ -28,9 +28,9 @@ from .fp8_checks import (
     refuse_grad,
     refuse_sixteen_bits,
 )
+from .paths import Fp8Arguments
 from .qkv import check_tensor, in_order
 from .scalars import (
-    Window,
     as_bound,
     band,
     check_bounds,
@@ -41,41 +41,10 @@ from .scalars import (
 )
 
 Tensor = torch.Tensor
-# As q they are for FP8 products, or refused by name
-ONE_BYTE = frozenset(
-    {
-        *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
-        *(torch.int8, torch.uint8),
-    }
-)
-
-
-class Arguments(NamedTuple):
-    """The arguments of a call with FP8 products, but for q, k and v."""
-
-    descales: tuple[Tensor | None, Tensor | None, Tensor | None]
-    lengths: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-    score_args: tuple[Tensor | None, Tensor | None]  # alibi_slopes and sinks
-    numbers: tuple[bool | str, float | None, Window, float | None]  # and scale, window, softcap
-    max_seqlen_q: Any = None
-    layout: str = "bshd"
-    out_dtype: torch.dtype | None = None
-    backward: str | None = None
-    backend: str | None = None
-    words: Words = OURS
-    window_name: str = "window"
-
-
-def has_fp8(q: Any, *others: Any) -> bool:
-    """Whether a call is one with FP8 products: by its q, or as it has arguments of such calls."""
-    for x in others:
-        if x is not None:
-            return True
-    return type(q) is Quantized or getattr(q, "dtype", None) in ONE_BYTE
 
 
 def attend(
-    q: Any, k: Any, v: Any, given: Arguments, wants_lse: bool = True
+    q: Any, k: Any, v: Any, given: Fp8Arguments, wants_lse: bool = True
 ) -> tuple[Tensor, Tensor]:
     """`out` and `lse` in the order of the caller; `lse` is right where it is wanted."""
     is_quantized = isinstance(q, Quantized)
@@ -124,7 +93,9 @@ def attend(
     return out, lse
 
 
-def _of_raw(q: Any, k: Any, v: Any, given: Arguments, is_packed: bool, is_new: bool) -> Quantized:
+def _of_raw(
+    q: Any, k: Any, v: Any, given: Fp8Arguments, is_packed: bool, is_new: bool
+) -> Quantized:
     """q, k and v in order, with their scales; `v_t` is v as it came."""
     if is_new:
         check_layout(given.layout)
@@ -175,7 +146,7 @@ def _as_batch(x: Quantized, is_packed: bool, layout: str) -> Quantized:
     return x._replace(q=x.q.unsqueeze(0), k=x.k.unsqueeze(0), v_t=x.v_t.unsqueeze(0))
 
 
-def check(x: Quantized, is_quantized: bool, extras: Extras, given: Arguments) -> Call:
+def check(x: Quantized, is_quantized: bool, extras: Extras, given: Fp8Arguments) -> Call:
     """The call of 4-dimensional tensors."""
     dispatch.check_backend(given.backend)
     check_layout(given.layout)

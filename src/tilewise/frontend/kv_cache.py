@@ -9,7 +9,8 @@ from typing import Any, Never
 import torch
 
 from ..errors import ArgumentError
-from ..kernels.common.cached import NO_CACHE, OUT, AppendedCall
+from ..kernels.common.appended import AppendedCall
+from ..kernels.common.cached import NO_CACHE, OUT
 from ..kernels.common.shared_memory import check_written
 from ..keywords import refuses_others, unexpected
 from ..mods.masks import Predicate, chunked

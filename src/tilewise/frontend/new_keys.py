@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import ArgumentError
-from ..kernels.common.cached import AppendedCall
+from ..kernels.common.appended import AppendedCall
 from ..ops import append as append_ops
 from ..tile.rotary import Rotary, rotate
 from .append import check_call, check_tables

@@ -11,11 +11,12 @@ import torch
 from ..errors import ArgumentError, Words, a_type
 from ..keywords import refuses_others, unexpected
 from ..mods.compilers import holds, share_batch
-from ..mods.flatten import NO_MODIFIERS, FlatMods, modifiers_by
+from ..mods.flat import NO_MODIFIERS, FlatMods
+from ..mods.flatten import modifiers_by
 from ..ops import context_parallel as shards
 from ..ops.calls import find
 from ..problem import OPEN, Extras
-from ..tile.random_bytes import check_dropout, draw_rng
+from ..tile.dropout_numbers import check_dropout, draw_rng
 from . import sharded
 from .broadcasting import Batched, batched, over_scores, with_positive_scale
 from .call import call, launch

@@ -1,13 +1,30 @@
-"""What a block mask may be: of blocks that tiles make up, with lists of blocks that there are."""
+"""Block lists, and what a block mask may be: blocks that tiles make up, and lists of blocks."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, short
 
 Tensor = torch.Tensor
 SIZE = 16  # rows of the smallest tile: of what blocks are multiples
+
+
+class BlockLists(NamedTuple):
+    """Block-sparse indices: for each (batch, nheads, block), the blocks of the other side,
+    ascending.
+
+    Args:
+        counts: int32 (batch, nheads, blocks), the number of blocks on each list.
+        indices: int32 (batch, nheads, blocks, width), the blocks; zeros after the first `counts`.
+    """
+
+    counts: Tensor
+    indices: Tensor
+
+    __repr__ = short
 
 
 def check_shape(shape: tuple[int, ...], block: tuple[int, int]) -> None:

@@ -2,30 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
-from ..errors import short
-from .block_checks import check_lists
+from .block_checks import BlockLists, check_lists
 
 Tensor = torch.Tensor
 SKIPPED, PARTIAL, FULL, UNKNOWN = range(4)
-
-
-class BlockLists(NamedTuple):
-    """Block-sparse indices: for each (batch, nheads, block), the blocks of the other side,
-    ascending.
-
-    Args:
-        counts: int32 (batch, nheads, blocks), the number of blocks on each list.
-        indices: int32 (batch, nheads, blocks, width), the blocks; zeros after the first `counts`.
-    """
-
-    counts: Tensor
-    indices: Tensor
-
-    __repr__ = short
 
 
 def lists_of(flags: Tensor) -> BlockLists:

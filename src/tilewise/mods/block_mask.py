@@ -17,8 +17,8 @@ import torch
 from ..errors import ArgumentError
 from ..keywords import refuses_others, unexpected
 from . import from_flex, masks
-from .block_checks import check_lists, check_shape
-from .block_lists import FULL, PARTIAL, SKIPPED, UNKNOWN, BlockLists, kinds_of, lists_of
+from .block_checks import BlockLists, check_lists, check_shape
+from .block_lists import FULL, PARTIAL, SKIPPED, UNKNOWN, kinds_of, lists_of
 from .documents import Documents, documents_of
 from .ends import MAX_END_ROWS, EndRows, Ends, says_ends
 from .evaluation import evaluate
@@ -116,6 +116,14 @@ class BlockMask:
                     f"block_mask has (batch, nheads, seqlen_q, seqlen_k) {self.shape} and the "
                     f"call has {lengths}: build it for the shape of the call"
                 )
+
+    def documents_in(self, q: Tensor, k: Tensor, v: Tensor) -> Documents | None:
+        """The packed sequences of a document mask, where views of q, k and v are packed."""
+        documents, (batch, tokens) = self.documents, q.shape[:2]
+        if documents is None or documents.batch != batch:
+            return None
+        is_view = all(batch == 1 or x.stride(0) == tokens * x.stride(1) for x in (q, k, v))
+        return documents if is_view else None
 
     def to(self, device: torch.device | str) -> BlockMask:
         """A copy on another device, with the mask's captured tensors."""

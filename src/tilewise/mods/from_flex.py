@@ -15,8 +15,8 @@ import torch
 
 from ..errors import ArgumentError, a_type
 from . import masks
-from .block_checks import check_shape
-from .block_lists import SKIPPED, BlockLists, cut_at_ends, lists_of, trimmed
+from .block_checks import BlockLists, check_shape
+from .block_lists import SKIPPED, cut_at_ends, lists_of, trimmed
 from .expressions import BOOL, Node
 from .masks import Mask
 

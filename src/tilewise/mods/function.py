@@ -10,7 +10,8 @@ import torch
 
 from ..errors import ArgumentError
 from .evaluation import evaluate
-from .expressions import INDICES, MAX_SIZES, Node, describe, descriptions, intern, nodes_of, touch
+from .expressions import INDICES, Node, describe, descriptions, intern, nodes_of, touch
+from .flat import check_lengths
 from .symbols import Symbol
 
 Tensor = torch.Tensor
@@ -121,17 +122,6 @@ def _reads(trees: tuple[Node, ...]) -> Iterator[Read]:
                 for dim, index in enumerate(node.inputs):
                     if index.op in INDICES:
                         yield Read(node.value[0], dim, op=index.op, text=text)
-
-
-def check_lengths(sizes: dict[str, int]) -> None:
-    """Kernels count indices in 32 bits, their sums and differences too."""
-    for index, size in sizes.items():
-        if isinstance(size, int) and size > MAX_SIZES[index]:
-            raise NotImplementedError(
-                f"masks and score functions support {index} up to {MAX_SIZES[index]}, and it is "
-                f"{size}: pass causal and window as arguments, or cut the call into parts and "
-                "join them with tilewise.merge_states"
-            )
 
 
 def check_sizes(function: TracedFunction, shape: tuple[int, int, int, int]) -> None:

@@ -2,7 +2,7 @@
 
 A text is JSON, a list of [op, numbers of earlier steps, value], the whole tree last. A loaded
 program brings its texts, and kernels are generated from them: text that `serialize` could not have
-written is refused, here, and where the tensors are, by `mods.flatten.check_captured`.
+written is refused, here, and where the tensors are, by `mods.flat.check_captured`.
 """
 
 from __future__ import annotations

@@ -1,1 +1,5 @@
 """Attention's integration with torch: operators, autograd, vmap, FLOPs, sharding."""
+
+from . import captured_grads, late
+
+late.captured_gradients = captured_grads.gradients

@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 
 from ..emulation import interpreter_is_on
 from ..kernels.common.alignment import check_elements
-from ..kernels.common.cached import TENSORS, Append, AppendedCall
+from ..kernels.common.appended import TENSORS, Append, AppendedCall
 from ..kernels.common.shared_memory import check_apart, check_written, span_of
 from ..tile.quantize import by_row
 from ..tile.rotary import Rotary

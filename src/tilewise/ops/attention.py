@@ -22,15 +22,14 @@ from .. import dispatch
 from ..emulation import cpu_modes
 from ..kernels.common.alignment import check_elements
 from ..kernels.common.outputs import empty_grads, empty_out
-from ..mods.flatten import indices_used
+from ..mods.flat import indices_used
 from ..problem import NO_EXTRAS, OPTIONAL, Between, Call, Extras, Grads, Saved, extras_of
-from . import captured_grads
+from . import late
 from . import vmap as batching
 from .autocast import autocast as autocast
 from .autograd_key import straight
 from .calls import PLAIN_TENSORS, eager_apply, entry_of, has_lazy, layout_key, resolved
 from .context_parallel import refuse_shards
-from .late import register_late
 from .schema import (
     CALL,
     INPUTS,
@@ -65,7 +64,7 @@ def attention(
     if not (is_dispatched and torch.compiler.is_compiling()) and _is_transformed():
         return _Attention.apply(call, q, k, v, *extras.tensors)
     if is_dispatched:
-        register_late()
+        late.register_late()
         return torch.ops.tilewise.flash_attn_forward(q, k, v, *extras.arguments, *options_of(call))
     return launch(call, q, k, v, extras)
 
@@ -173,7 +172,7 @@ def _of_inputs(
         sinks=None if extras.sinks is None else grads.dsinks,
         bias=grads.dbias if call.problem.has_bias_grad else None,
     )
-    captured = captured_grads.gradients(call, needs, saved, extras)
+    captured = late.captured_gradients(call, needs, saved, extras) if extras.captured else ()
     return *grads[:INPUTS], *of_extras.tensors, *captured
 
 
@@ -236,7 +235,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(call, q, k, v, *tensors):
-        register_late()
+        late.register_late()
         return torch.ops.tilewise.flash_attn_forward(
             q, k, v, *extras_of(*tensors).arguments, *options_of(call)
         )
@@ -273,7 +272,7 @@ class _AttentionBackward(Once):
     def forward(call, *tensors):
         saved, extras = Saved(*tensors[:SAVED_TENSORS]), extras_of(*tensors[SAVED_TENSORS:])
         if needs_dispatcher(*saved[:5]) or _is_transformed():
-            register_late()
+            late.register_late()
             inputs = *saved, *extras.arguments
             return torch.ops.tilewise.flash_attn_backward(*inputs, *options_of(call))
         return _filled(run_backward(call, saved, extras), saved.q)

@@ -17,7 +17,7 @@ from .. import dispatch
 from ..emulation import emulator_seed, use_interpreter
 from ..errors import ArgumentError
 from ..mods.derivative import by_loads
-from ..mods.flatten import take_apart
+from ..mods.flat import take_apart
 from ..problem import Call, Extras, Saved, extras_of
 from . import vmap as batching
 from .schema import (

@@ -17,7 +17,7 @@ from ..kernels.common.alignment import ALIGNMENT, check_elements
 from ..kernels.common.cached import OUT, Cached, lse_shape
 from ..kernels.common.outputs import fill_padding, has_no_sequence
 from ..kernels.common.shared_memory import check_apart, check_written
-from ..mods.flatten import check_captured
+from ..mods.flat import check_captured
 from ..mods.serialize import MASK, deserialize, serialize
 from ..problem import Call, Extras, Mods, Scalars
 from . import attention as ops

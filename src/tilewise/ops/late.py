@@ -1,12 +1,19 @@
-"""Registrations with torch that wait until the module that needs them is loaded."""
+"""What `attention` uses and most calls do not need: registrations with torch that wait until the
+module that needs them is loaded, and `captured_grads.gradients`, which `ops/__init__` puts here.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
 
 import torch
 
 from ..mods.compilers import gives_constant
+from ..problem import Call, Extras, Saved
+
+Tensor = torch.Tensor
+captured_gradients: Callable[[Call, Sequence[bool], Saved, Extras], tuple[Tensor | None, ...]]
 
 
 @gives_constant  # Dynamo, which cannot trace a registration, runs it while it traces

@@ -9,7 +9,7 @@ import torch
 
 from ..errors import ArgumentError
 from ..features import schema_of
-from ..mods.flatten import check_captured
+from ..mods.flat import check_captured
 from ..mods.serialize import MASK, SCORE_FUNCTION, deserialize, serialize
 from ..problem import OPTIONAL, Call, Extras, Mods, Problem, Saved, Scalars, describe, extras_of
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..features import FEATURES
-from ..mods.flatten import indices_used
+from ..mods.flat import indices_used
 from ..problem import OPTIONAL, Extras
 from .schema import Options
 

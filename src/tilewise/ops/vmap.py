@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from ..errors import warn_slow
-from ..mods.flatten import indices_used
+from ..mods.flat import indices_used
 from ..problem import extras_of
 from .schema import INPUTS, SAVED_TENSORS, Options, flat
 

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ...errors import ArgumentError
-from ...mods.flatten import indices_used, modifiers_of
+from ...mods.flat import indices_used
+from ...mods.flatten import modifiers_of
 from ..layouts.group import global_ranks
 from ..layouts.layout import Layout
 

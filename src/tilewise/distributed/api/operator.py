@@ -7,23 +7,25 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any
 
 import torch
 
+from ...features import OPERATORS, SHARDED_TYPES, schema_of
 from ...frontend.qkv import check_rank, check_tensors
 from ...frontend.scalars import band, check_causal, check_flag
 from ...mods.expressions import lookup
-from ...mods.flatten import count_tensors, modifiers_of
+from ...mods.flat import count_tensors
+from ...mods.flatten import modifiers_of
 from ...mods.masks import Mask
 from ...mods.scores import ScoreMod
 from ...mods.serialize import MASK, SCORE_FUNCTION, deserialize, serialize
 from ...ops import attention as ops
 from ...ops.calls import PLAIN_TENSORS
 from ...ops.context_parallel import unsharded
-from ...ops.schema import LIBRARY, SAVED, no_double_backward
+from ...ops.schema import LIBRARY, SAVED, no_double_backward, record_of
 from ...problem import Extras, Saved
-from ...tile.random_bytes import check_dropout, draw_rng
+from ...tile.dropout_numbers import check_dropout, draw_rng
 from ..layouts.layout import Layout, layout_of
 from ..methods.call_spec import CallSpec, check, check_captured
 from ..transport.arena import Arena, reporting
@@ -34,29 +36,9 @@ INPUTS = 3  # q, k, v
 LAYOUT = 2 * INPUTS + 1  # the place of the layout, after the optional tensors
 
 
-class Options(NamedTuple):
-    """The arguments of an operator after its tensors: those of a call, as scalars."""
-
-    causal: str  # "" for none
-    scale: float | None
-    left: int
-    right: int
-    softcap: float | None
-    dropout_p: float
-    mask_mod: str  # a text, and so is the next
-    score_mod: str
-    deterministic: bool
-    backend: str | None
-    method: str | None
-    bitwise: bool
-    needs_grad: bool
-
-
-CALL = (
-    "Tensor? alibi_slopes, Tensor? sinks, Tensor? dropout_rng, Tensor[]? captured, Tensor layout, "
-    "str causal, float? scale, int left, int right, float? softcap, float dropout_p, str mask_mod, "
-    "str score_mod, bool deterministic, str? backend, str? method, bool bitwise, bool needs_grad"
-)
+# Of the operators, after q, k and v: those of a call as scalars, masks and score functions as texts
+NAMES = OPERATORS["context_parallel"]
+CALL = schema_of(*NAMES, **SHARDED_TYPES)
 QKV = "Tensor q, Tensor k, Tensor v"
 # Inductor leaves such operators out of the CUDA graphs that it captures (`refuse_capture`)
 TAGS = (torch.Tag.cudagraph_unsafe,)
@@ -80,76 +62,62 @@ def attention(
     dropout_p, rng = check_dropout(spec.dropout_p), extras.dropout_rng
     if dropout_p and rng is None and spec.layout.ranks == 1:
         rng = draw_rng(q.device)
-    causal = "" if spec.causal is False else check_causal(spec.causal)
     left, right = band(spec.window, False)
-    options = Options(
-        causal,
-        scale=spec.scale,
+    values = spec._asdict() | extras._asdict()
+    values |= dict(
+        dropout_rng=rng,
+        captured=list(modifiers.captured) or None,
+        layout=spec.layout.table,
+        causal="" if spec.causal is False else check_causal(spec.causal),
         left=left,
         right=right,
-        softcap=spec.softcap,
         dropout_p=float(dropout_p),
         mask_mod=serialize(modifiers.mods.mask),
         score_mod=serialize(modifiers.mods.score),
         deterministic=check_flag("deterministic", spec.deterministic),
-        backend=spec.backend,
         method=method,
         bitwise=check_flag("bitwise", spec.bitwise),
         needs_grad=ops.needs_grad(q, k, v, extras.sinks),
     )
-    captured = list(modifiers.captured) or None
-    tensors = extras.alibi_slopes, extras.sinks, rng, captured, spec.layout.table
-    return torch.ops.tilewise.context_parallel_forward(q, k, v, *tensors, *options)
+    return torch.ops.tilewise.context_parallel_forward(q, k, v, *[values[x] for x in NAMES])
 
 
-def _spec_of(layout: Layout, call: tuple) -> tuple[CallSpec, Options]:
-    """Reads the call from an operator's arguments after q, k and v."""
-    alibi_slopes, sinks, dropout_rng, captured, _, *fields = call
-    options, captured = Options(*fields), tuple(captured or ())
+def _spec_of(layout: Layout, call: tuple) -> tuple[CallSpec, str | None]:
+    """Reads the call, and the name of a method, from an operator's arguments after q, k and v."""
+    values: dict[str, Any] = dict(zip(NAMES, call))
+    captured = tuple(values.pop("captured") or ())
     mask = score = None
-    if options.mask_mod:
-        name = deserialize(options.mask_mod, MASK)
+    if values["mask_mod"]:
+        name = deserialize(values["mask_mod"], MASK)
         mask = Mask(lookup(name), captured[: count_tensors(name)])
         captured = captured[count_tensors(name) :]
-    if options.score_mod:
-        score = ScoreMod(lookup(deserialize(options.score_mod, SCORE_FUNCTION)), captured)
-    spec = CallSpec(
-        layout,
-        options.causal or False,
-        scale=options.scale,
-        window=(options.left, options.right),
-        softcap=options.softcap,
-        extras=Extras(alibi_slopes, sinks, dropout_rng=dropout_rng),
-        mask_mod=mask,
-        score_mod=score,
-        dropout_p=options.dropout_p,
-        deterministic=options.deterministic,
-        backend=options.backend,
-        bitwise=options.bitwise,
-        learns=options.needs_grad,
-    )
-    return spec, options
+    if values["score_mod"]:
+        score = ScoreMod(lookup(deserialize(values["score_mod"], SCORE_FUNCTION)), captured)
+    extras, window = record_of(Extras, values), (values["left"], values["right"])
+    values |= dict(layout=layout, causal=values["causal"] or False, window=window, extras=extras)
+    values |= dict(mask_mod=mask, score_mod=score, learns=values["needs_grad"])
+    return record_of(CallSpec, values), values["method"]
 
 
 @contextlib.contextmanager
-def _running(q: Tensor, call: tuple) -> Iterator[tuple[Arena | None, CallSpec, Options]]:
+def _running(q: Tensor, call: tuple) -> Iterator[tuple[Arena | None, CallSpec, str | None]]:
     layout = layout_of(call[LAYOUT - INPUTS])
     with reporting(layout), unsharded(), torch.no_grad():
         yield arena_for(layout, q.device), *_spec_of(layout, call)
 
 
 def _forward(q, k, v, *call):
-    with _running(q, call) as (arena, spec, options):
+    with _running(q, call) as (arena, spec, wanted):
         spec = check(spec, q, k, v)
-        method = choose(spec, q, k, v, method=options.method)
+        method = choose(spec, q, k, v, method=wanted)
         results = attend(arena, spec, q, k, v, method=method, return_lse=True)
     return tuple(x.contiguous() for x in results if x is not None)
 
 
 def _backward(dout, dlse, q, k, v, out, lse, *call):
-    with _running(q, call) as (arena, spec, options):
+    with _running(q, call) as (arena, spec, wanted):
         spec = check(spec, q, k, v)
-        method = choose(spec, q, k, v, method=options.method)
+        method = choose(spec, q, k, v, method=wanted)
         saved = Saved(dout, dlse, q, k=k, v=v, out=out, lse=lse)
         grads = backward(arena, spec, saved, method=method)
     dsinks = q.new_empty(0) if grads.dsinks is None else grads.dsinks

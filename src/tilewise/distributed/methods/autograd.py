@@ -9,7 +9,10 @@ from torch.autograd.function import once_differentiable
 
 from ...ops.calls import eager_apply, resolved
 from ...problem import Saved
-from ..transport.arena import reporting
+from ..transport.arena import Arena, reporting
+from .call_spec import CallSpec
+
+Tensor = torch.Tensor
 
 
 class Attention(torch.autograd.Function):
@@ -32,4 +35,12 @@ class Attention(torch.autograd.Function):
         return None, None, None, None, grads.dq, grads.dk, grads.dv, grads.dsinks
 
 
-apply_eagerly = eager_apply(Attention)
+_apply_eagerly = eager_apply(Attention)
+
+
+def attend(
+    forward, backward, arena: Arena, spec: CallSpec, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`out` and `lse` by a method's `forward`, differentiable by its `backward`."""
+    apply = Attention.apply if spec.prepared is None else _apply_eagerly
+    return apply(forward, backward, arena, spec, q, k, v, spec.extras.sinks)

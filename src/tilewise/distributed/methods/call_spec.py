@@ -15,11 +15,12 @@ from ...errors import ArgumentError
 from ...frontend.checks import check_extras
 from ...frontend.qkv import check_rank, check_tensors
 from ...frontend.scalars import Window, band, check_causal, check_flag, check_numbers
-from ...mods.flatten import FlatMods, indices_used, modifiers_of
+from ...mods.flat import FlatMods, indices_used
+from ...mods.flatten import modifiers_of
 from ...mods.serialize import serialize
 from ...ops import attention as ops
-from ...problem import NO_EXTRAS, NO_MODS, Extras, Mods
-from ...tile.random_bytes import check_dropout
+from ...problem import NO_EXTRAS, NO_MODS, Extras, Mods, Scalars
+from ...tile.dropout_numbers import check_dropout
 from ..layouts.layout import Layout
 from ..layouts.work import Band
 
@@ -53,6 +54,7 @@ class CallSpec(NamedTuple):
     bitwise: bool = True
     learns: bool = False  # whether a gradient will be asked for
     mods: Mods = NO_MODS
+    scalars: Scalars = Scalars(1.0)
     signature: str = ""  # what all ranks must call alike
     prepared: Prepared | None = None  # where the call is cached
 
@@ -65,6 +67,11 @@ class CallSpec(NamedTuple):
     def align(self) -> str:
         """The corner in which the diagonal ends."""
         return self.causal if isinstance(self.causal, str) else "bottom_right"
+
+    @property
+    def numbers(self) -> tuple[float | None, float | None]:
+        """What scores are multiplied with and capped at, as the caller wrote it."""
+        return self.scale, self.softcap
 
     @property
     def is_modified(self) -> bool:
@@ -80,6 +87,12 @@ class CallSpec(NamedTuple):
     def position_free_extras(self) -> Extras:
         """ALiBi's slopes and sinks, which kernels for runs of rows take."""
         return Extras(self.extras.alibi_slopes, self.extras.sinks)
+
+    def summing_in(self, dtype: torch.dtype) -> CallSpec:
+        """Returns the call whose gradient of sinks, a sum over ranks, has another dtype."""
+        if self.extras.sinks is None:
+            return self
+        return self._replace(extras=self.extras._replace(sinks=self.extras.sinks.to(dtype)))
 
     def of_heads(self, heads: slice) -> CallSpec:
         """Returns the call of some query heads."""
@@ -105,7 +118,7 @@ def check(spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> CallSpec:
                 f"{layout.tokens} tokens of {seqlen} in this layout; deal them with layout.shard"
             )
     check_causal(spec.causal)
-    check_numbers(spec.scale, spec.softcap, headdim=q.shape[3], dtype=q.dtype)
+    scale, cap = check_numbers(spec.scale, spec.softcap, headdim=q.shape[3], dtype=q.dtype)
     p, rng = check_dropout(spec.dropout_p), spec.extras.dropout_rng
     if p and rng is None and layout.ranks > 1:
         raise ArgumentError(
@@ -131,6 +144,7 @@ def check(spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> CallSpec:
         bitwise=check_flag("bitwise", spec.bitwise),
         learns=spec.learns or ops.needs_grad(q, k, v, spec.extras.sinks),
         mods=modifiers.mods,
+        scalars=Scalars(scale, cap, left=spec.band.left, right=spec.band.right, dropout_p=p),
     )
     return checked._replace(signature=_signature(checked, q, k, v))
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...frontend.scalars import check_numbers
 from ...kernels.common.arguments import aligned
 from ...ops.calls import layout_key
 from ...problem import OPEN, Problem, Scalars, describe
@@ -167,9 +166,7 @@ def _forward_of(
 
 
 def _problem(spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Problem, Scalars]:
-    scale, softcap = check_numbers(spec.scale, spec.softcap, headdim=q.shape[3], dtype=q.dtype)
-    scalars = Scalars(scale, softcap, left=spec.band.left, right=spec.band.right)
-    extras, align = spec.position_free_extras, "bottom_right"
+    extras, scalars, align = spec.position_free_extras, spec.scalars, "bottom_right"
     problem = describe(
         q, k, v, extras=extras, scalars=scalars, align=align, deterministic=spec.deterministic
     )

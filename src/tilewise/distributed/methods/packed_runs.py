@@ -133,7 +133,11 @@ def _lengths_on(packing: Packing, device: torch.device) -> Extras:
 
 def _extras(spec: CallSpec, packing: Packing, *, device: torch.device) -> Extras:
     lengths = _lengths_on(packing, device)
-    return lengths._replace(alibi_slopes=spec.extras.alibi_slopes, sinks=spec.extras.sinks)
+    return spec.position_free_extras._replace(
+        seqused_k=lengths.seqused_k,
+        cu_seqlens_q=lengths.cu_seqlens_q,
+        cu_seqlens_k=lengths.cu_seqlens_k,
+    )
 
 
 def _memory(packing: Packing, pulled: PulledKeys) -> list[Tensor]:
@@ -167,9 +171,7 @@ def gradients(
     """Computes gradients of a rank's queries, like `rows.gradients`."""
     packing, lse = packing_of(spec.layout, spec.band), saved.lse
     k, v = memory = _memory(packing, pulled)
-    extras = _extras(spec, packing, device=k.device)
-    if extras.sinks is not None:
-        extras = extras._replace(sinks=extras.sinks.to(lse.dtype))
+    extras = _extras(spec.summing_in(lse.dtype), packing, device=k.device)
 
     def add(grads: Grads) -> None:
         add_key_grads(grads.dk, grads.dv, runs=packing.copied or ())
@@ -181,4 +183,4 @@ def gradients(
         extras=extras,
         between=Between(lambda: _fill(packing, pulled, memory=memory), add),
     )
-    return QueryGrads(grads.dq, grads.dsinks)
+    return QueryGrads.of(grads)

@@ -31,17 +31,15 @@ def attend(spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Ten
 
 def gradients(spec: CallSpec, saved: Saved, *, add_key_grads: AddKeyGrads) -> QueryGrads:
     """Computes gradients of a rank's queries. Rows of 0, with a dO of 0, contribute none."""
-    layout, sinks = spec.layout, spec.extras.sinks
-    if sinks is not None:
-        spec = spec._replace(extras=spec.extras._replace(sinks=sinks.to(saved.lse.dtype)))
+    layout = spec.layout
     placed = map_saved(
         saved,
         queries=lambda x: place(layout, x),
         lse=lambda x, value: place(layout, x, dim=2, value=value),
     )
-    grads = whole.backward(spec, placed)
+    grads = whole.backward(spec.summing_in(saved.lse.dtype), placed)
     add_key_grads(grads.dk, grads.dv)
-    return QueryGrads(layout.shard(grads.dq), grads.dsinks)
+    return QueryGrads.of(grads._replace(dq=layout.shard(grads.dq)))
 
 
 def place(layout: Layout, x: Tensor, *, dim: int = 1, value: float = 0.0) -> Tensor:

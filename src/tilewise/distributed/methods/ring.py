@@ -18,7 +18,7 @@ from ...reference import merge_states
 from ..layouts.work import Band, Span
 from ..transport.exchange import Published, publish_rows
 from ..transport.halves import Arena
-from .autograd import Attention
+from . import autograd
 from .call_spec import CallSpec
 from .rows import AddKeyGrads, QueryGrads, attend_run, gradients_of, working_dtype
 from .run_calls import RunCall, shift_band
@@ -39,7 +39,7 @@ def supports(spec: CallSpec, nheads: int, nheads_k: int) -> str | None:
 
 def attend(arena: Arena, spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Computes `out` and `lse` of a rank's rows."""
-    return Attention.apply(forward, backward, arena, spec, q, k, v, spec.extras.sinks)
+    return autograd.attend(forward, backward, arena, spec, q, k, v)
 
 
 def call_between(queries: Span, keys: Span, band: Band) -> RunCall | None:
@@ -125,12 +125,10 @@ def backward(arena: Arena, spec: CallSpec, saved: Saved) -> Grads:
     """Computes the gradients of `attend`."""
     signature = f"the sums of the backward of attention (ring): {spec.signature}"
     sums = Sums(arena, spec, signature=signature, dtype=saved.k.dtype)
-    dq, dsinks = _gradients(arena, spec, saved=saved, add_key_grads=sums.begin)
+    grads = _gradients(arena, spec, saved=saved, add_key_grads=sums.begin)
     dk, dv = sums.finish()
-    arena.settle(dq, dk, dv)
-    if dsinks is not None and spec.extras.sinks is not None:
-        dsinks = dsinks.to(spec.extras.sinks.dtype)
-    return Grads(dq.to(dk.dtype), dk, dv, dsinks=dsinks)
+    arena.settle(grads.dq, dk, dv)
+    return grads.with_keys(dk, dv, spec.extras)
 
 
 def _gradients(

@@ -15,7 +15,7 @@ from ...emulation import cpu_modes
 from ...frontend.call import call
 from ...frontend.checks import check
 from ...ops import attention as ops
-from ...problem import LONG_SEQLEN, WIDEST_EXACT, Between, Extras, Grads, Saved, Scalars, describe
+from ...problem import LONG_SEQLEN, WIDEST_EXACT, Between, Extras, Grads, Saved, describe
 from ..layouts.work import Band, KeyRun
 from ..transport.halves import Arena
 from .call_spec import CallSpec
@@ -70,10 +70,8 @@ def _backend_of_runs(spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> str | N
     if layout.cu_seqlens is not None:
         starts = torch.empty(0, device=q.device)
         extras = extras._replace(cu_seqlens_q=starts, cu_seqlens_k=starts)
-    left, right = spec.band
-    scalars = Scalars(1.0, spec.softcap or 0.0, left=left, right=right)
     problem = describe(
-        q, k, v, extras=extras, scalars=scalars, align=spec.align, deterministic=spec.deterministic
+        q, k, v, extras, scalars=spec.scalars, align=spec.align, deterministic=spec.deterministic
     )
     name = choose(problem, q.device, spec.backend).NAME
     starts = (0, layout.seqlen) if layout.cu_seqlens is None else layout.cu_seqlens
@@ -117,7 +115,7 @@ def attend_run(
         k,
         v,
         extras=extras,
-        numbers=(spec.scale, spec.softcap, 0.0),
+        numbers=(*spec.numbers, 0.0),
         window=("bottom_right", band.left, band.right),
         deterministic=spec.deterministic,
         backend=spec.backend,
@@ -133,6 +131,26 @@ class QueryGrads(NamedTuple):
 
     dq: Tensor
     dsinks: Tensor | None
+
+    @classmethod
+    def of(cls, grads: Grads, rows: int | None = None) -> QueryGrads:
+        """Takes the gradients of a call's first rows."""
+        return cls(grads.dq[:, :rows], grads.dsinks)
+
+    def with_keys(self, dk: Tensor, dv: Tensor, extras: Extras) -> Grads:
+        """All gradients, each in the dtype of its tensor."""
+        dsinks = self.dsinks
+        if dsinks is not None and extras.sinks is not None:
+            dsinks = dsinks.to(extras.sinks.dtype)
+        return Grads(self.dq.to(dk.dtype), dk, dv, dsinks=dsinks)
+
+
+def joined(groups: list[QueryGrads]) -> QueryGrads:
+    """Joins the gradients of groups of heads."""
+    if len(groups) == 1:
+        return groups[0]
+    sinks = [x.dsinks for x in groups if x.dsinks is not None]
+    return QueryGrads(torch.cat([x.dq for x in groups], 2), torch.cat(sinks) if sinks else None)
 
 
 def gradients(
@@ -171,7 +189,7 @@ def _gradients_of_one_run(
 
     between = Between(pulled.arrive_all, add)
     grads = gradients_of(spec, run.saved_of(saved), band=run.band, between=between)
-    return QueryGrads(grads.dq[:, : span.stop - span.start], grads.dsinks)
+    return QueryGrads.of(grads, span.stop - span.start)
 
 
 class Sum:
@@ -228,16 +246,14 @@ def gradients_of(
 ) -> Grads:
     """Computes the gradients of one call of the library; parts of sums stay in fp32."""
     if extras is None:
-        extras = spec.position_free_extras
-        if extras.sinks is not None:
-            extras = extras._replace(sinks=extras.sinks.to(saved.lse.dtype))
+        extras = spec.summing_in(saved.lse.dtype).position_free_extras
     q, k, v = saved.q, saved.k, saved.v
     checked = check(
         q,
         k,
         v,
         extras=extras,
-        numbers=(spec.scale, spec.softcap),
+        numbers=spec.numbers,
         align=align,
         window=(band.left, band.right),
         deterministic=spec.deterministic,

@@ -13,8 +13,7 @@ import torch
 
 from ...problem import Grads, Saved
 from ..transport.halves import Arena
-from . import one_launch, packed_runs, placed, rows
-from .autograd import Attention, apply_eagerly
+from . import autograd, one_launch, packed_runs, placed, rows
 from .call_spec import CallSpec
 from .pulled_keys import pull_keys
 from .run_calls import map_saved
@@ -33,10 +32,8 @@ def attend(
     arena: Arena, spec: CallSpec, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     """Computes `out` and `lse` of a rank's rows."""
-    if spec.prepared is None:
-        return Attention.apply(_forward, backward, arena, spec, q, k, v, spec.extras.sinks)
-    if spec.learns:
-        return apply_eagerly(_forward, backward, arena, spec, q, k, v, spec.extras.sinks)
+    if spec.prepared is None or spec.learns:
+        return autograd.attend(_forward, backward, arena, spec, q, k, v)
     return _forward(arena, spec, q, k, v)
 
 
@@ -92,10 +89,7 @@ def backward(arena: Arena, spec: CallSpec, saved: Saved) -> Grads:
     exact_saved = saved._replace(dout=dout, q=q, out=out)
     grads = _in_groups(arena, spec, saved=exact_saved, pulled=pulled, signature=signature)
     arena.settle(*grads[:3])
-    sinks = spec.extras.sinks
-    if grads.dsinks is None or sinks is None:
-        return grads
-    return grads._replace(dsinks=grads.dsinks.to(sinks.dtype))
+    return grads
 
 
 def _in_groups(
@@ -112,18 +106,8 @@ def _in_groups(
         sums = Sums(arena, spec, signature=f"the sums of {signature}", dtype=dtype)
         query_grads.append(_gradients(of_group, saved_of_group, keys, add_key_grads=sums.begin))
         key_grads.append(sums.finish())
-    dq, dsinks = _joined(query_grads)
     dk, dv = (x[0] if len(x) == 1 else torch.cat(x, 2) for x in zip(*key_grads))
-    return Grads(dq.to(dtype), dk, dv, dsinks=dsinks)
-
-
-def _joined(groups: list[rows.QueryGrads]) -> rows.QueryGrads:
-    """Joins the gradients of groups of heads."""
-    if len(groups) == 1:
-        return groups[0]
-    sinks = [x.dsinks for x in groups if x.dsinks is not None]
-    dq = torch.cat([x.dq for x in groups], 2)
-    return rows.QueryGrads(dq, torch.cat(sinks) if sinks else None)
+    return rows.joined(query_grads).with_keys(dk, dv, spec.extras)
 
 
 def _gradients(

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from ...frontend.checks import check
-from ...mods.flatten import NO_MODIFIERS, modifiers_by
+from ...mods.flat import NO_MODIFIERS
+from ...mods.flatten import modifiers_by
 from ...ops import attention as ops
 from ...problem import OPEN, Extras, Saved
 from .call import attend

@@ -12,7 +12,7 @@ from ...frontend.call import call
 from ...frontend.scalars import band as sides_of
 from ...mods.flatten import modifiers_by
 from ...problem import Extras
-from ...tile.random_bytes import check_dropout, draw_rng
+from ...tile.dropout_numbers import check_dropout, draw_rng
 from .visible import Band, Visible
 
 Tensor = torch.Tensor

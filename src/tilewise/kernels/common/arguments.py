@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from ...mods.block_mask import BlockLists
+from ...mods.block_checks import BlockLists
 from ...mods.ends import says_ends
-from ...mods.flatten import Parts, take_apart
+from ...mods.flat import Parts, take_apart
 from ...problem import NO_EXTRAS, NO_MODS, Extras, Mods, Problem, Scalars
-from ...tile.random_bytes import factor_of, threshold_of
+from ...tile.dropout_numbers import factor_of, threshold_of
 from ...tile.types import Bias, Features, Lists, Modifiers, Numbers, Optionals, Sizes, Strided
 from .alignment import TMA, VECTORS, fits
 
@@ -63,6 +63,24 @@ def strided(x: Tensor) -> Strided:
     return Strided(x, x.stride(0), x.stride(1), x.stride(2))
 
 
+def strided_of(x: Tensor) -> Strided:
+    """A batch, pages, or packed rows as a batch of one."""
+    batch, row, head = x.stride()[:3] if x.dim() == 4 else (0, *x.stride()[:2])
+    return Strided(x, batch, row, head=head)
+
+
+def scales_of(scale: Tensor | None) -> tuple[Tensor | None, int | None, int | None, int | None]:
+    """Scales of any kind and their strides: over sequences, or over pages where each row has its
+    own; None, rows, heads.
+    """
+    if scale is None:
+        return None, None, None, None
+    if scale.dim() == 3:
+        return scale, *scale.stride()
+    batch, head = (0, 0, *scale.stride())[-2:]
+    return scale, batch, None, head
+
+
 def aligned(x: Tensor) -> bool:
     """Whether one tensor descriptor can read all of x: rows, heads and batches at multiples of 16
     bytes, and none of them repeated.
@@ -80,12 +98,7 @@ def fits_descriptor(x: Tensor) -> bool:
 
 def sizes_of(q: Tensor, k: Tensor, extras: Extras = NO_EXTRAS) -> Sizes:
     """The call's lengths."""
-    return Sizes(packed_in(extras), q.shape[2], q.shape[1], k.shape[1])
-
-
-def packed_in(extras: Extras) -> int:
-    """How many sequences are packed; 0 where they are rows of a batch."""
-    return 0 if extras.cu_seqlens_q is None else extras.cu_seqlens_q.shape[0] - 1
+    return Sizes(extras.sequences, q.shape[2], q.shape[1], k.shape[1])
 
 
 def numbers_of(scalars: Scalars, q: Tensor, k: Tensor) -> Numbers:

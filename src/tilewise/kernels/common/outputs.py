@@ -9,11 +9,14 @@ far as `torch.empty_like` keeps them.
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 
 from ...problem import Extras, Grads, Problem, Saved
-from .quantized import Lengths
+
+if TYPE_CHECKING:
+    from .quantized import Lengths
 
 
 def empty_out(problem: Problem, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,12 +8,14 @@ to the operand of the next without a move.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from ...errors import short
-from ...tile.rotary import Rotary
+
+if TYPE_CHECKING:
+    from ...tile.rotary import Rotary
 
 Tensor = torch.Tensor
 FP8 = torch.float8_e4m3fn

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from ...mods.derivative import by_loads
-from ...mods.flatten import take_apart
+from ...mods.flat import take_apart
 from ...problem import Extras, Grads, Problem, Saved, Scalars
 from ..common.outputs import empty_grads, empty_out
 from ..common.quantized import Lengths, Quantized

@@ -6,7 +6,7 @@ import torch
 
 from ...tile.quantize import by_row, quantize, row_scales
 from ...tile.rotary import rotate
-from ..common.cached import Append
+from ..common.appended import Append
 
 Tensor = torch.Tensor
 

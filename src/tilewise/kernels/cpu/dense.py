@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from ...mods.expressions import Node
-from ...mods.flatten import Parts, take_apart
+from ...mods.flat import Parts, take_apart
 from ...problem import NO_MODS, OPEN, Extras, Mods, Problem, Scalars
 
 Tensor = torch.Tensor

@@ -12,7 +12,7 @@ import torch
 
 from ...mods.evaluation import evaluate
 from ...mods.expressions import Node, lookup
-from ...tile import random_bytes
+from ...tile import dropout_numbers, random_bytes
 from .dense import Dense, Modifiers, QueryRange
 from .tiles import Chunk, positions
 
@@ -111,7 +111,7 @@ def drop(p: Tensor, tile: TileIndices) -> Tensor:
     """P with what is dropped 0 and the rest grown to make up for it."""
     if tile.modifiers.extras.dropout_rng is None:
         return p
-    threshold = random_bytes.threshold_of(tile.modifiers.scalars.dropout_p)
+    threshold = dropout_numbers.threshold_of(tile.modifiers.scalars.dropout_p)
     keep = random_bytes.keep_tile(
         tile.modifiers.extras.dropout_rng,
         batch=tile.b[..., 0, 0],
@@ -123,4 +123,4 @@ def drop(p: Tensor, tile: TileIndices) -> Tensor:
         threshold=threshold,
     )
     keep = keep.flatten(0, 1).flatten(1, 2)
-    return torch.where(keep, p * random_bytes.factor_of(threshold), 0)
+    return torch.where(keep, p * dropout_numbers.factor_of(threshold), 0)

@@ -13,8 +13,8 @@ import triton
 from ...tile.quantize import LIMITS, by_row
 from ..common.alignment import ALIGNMENT
 from ..common.append_step import AppendStep
+from ..common.appended import TENSORS, Append, AppendedCall
 from ..common.arguments import contiguous_of
-from ..common.cached import TENSORS, Append, AppendedCall
 from ..common.operand import operands_of
 from ..common.program import Launch, Program, checked
 from ..common.workspace import Workspace

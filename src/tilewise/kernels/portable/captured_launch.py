@@ -9,7 +9,7 @@ import torch
 from ...mods.codegen import captured_of, function_of, place_function_of
 from ...mods.derivative import by_loads
 from ...mods.expressions import Node, intern, nodes_of
-from ...mods.flatten import take_apart
+from ...mods.flat import take_apart
 from ...problem import Extras, Problem, Saved, Scalars
 from ..common.arguments import strided
 from ..common.operand import Operand, names_of, operands_of

@@ -10,9 +10,9 @@ import triton
 from ...problem import Problem
 from ...tile.paging import batch_of, capacity
 from ...tile.types import Sizes, Strided, Tile
-from ..common.arguments import features_of, numbers_of, optionals_of
+from ..common.arguments import features_of, numbers_of, optionals_of, scales_of, strided_of
 from ..common.building import num_sms
-from ..common.cached import Cached, scales_of, strided_of
+from ..common.cached import Cached
 from ..common.decode_step import DecodeStep, program_of, run
 from ..common.program import Launch, checked
 from .decode import Cache, Partials, attn_fold_kernel, attn_split_kernel

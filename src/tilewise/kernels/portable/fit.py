@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...mods.flatten import loads_per_pair
+from ...mods.flat import loads_per_pair
 from ...problem import Problem
 from ...tuning.config import Config, Key
 from ...tuning.select import is_overridden

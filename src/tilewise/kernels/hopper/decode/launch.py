@@ -16,9 +16,9 @@ from ....tile.paging import batch_of, capacity
 from ....tile.split_schedule import SplitSizes
 from ....tile.types import SplitPipeline, Strided, Table
 from ...common.alignment import ALIGNMENT, CACHE, misplaced
-from ...common.arguments import features_of, numbers_of, optionals_of
+from ...common.arguments import features_of, numbers_of, optionals_of, scales_of, strided_of
 from ...common.building import num_sms
-from ...common.cached import Cached, scales_of, strided_of
+from ...common.cached import Cached
 from ...common.decode_step import DecodeStep, program_of, run
 from ...common.operand import Within
 from ...common.program import checked

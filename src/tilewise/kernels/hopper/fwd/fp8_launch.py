@@ -16,7 +16,7 @@ from ....hardware import SHARED_MEMORY
 from ....problem import Extras, Problem, Scalars
 from ....tile.types import Features, Numbers, Optionals, Pipeline, Queue, Sizes
 from ...common.alignment import in_own_memory
-from ...common.arguments import aligned, features_of, numbers_of, optionals_of, packed_in, sizes_of
+from ...common.arguments import aligned, features_of, numbers_of, optionals_of, sizes_of
 from ...common.building import first_launch, num_sms, on_device
 from ...common.packed import Packed
 from ...common.quantized import COLUMNS, FP8, Quantized, columns_of, empty_values
@@ -205,7 +205,7 @@ def arguments(
     group = problem.group
     of_q, of_k, of_v, of_out, of_values = zip(plan.blocks, plan.layouts)
     of_rows = ragged_by_head if problem.is_packed else functools.partial(of_queries, group=group)
-    queue = queue_of(problem, plan.tile, q, k, packed_in(extras))
+    queue = queue_of(problem, plan.tile, q, k, extras.sequences)
     queue = queue._replace(counter=counter_of(q.device))
     described = transposing = None
     if values is not None:
@@ -299,7 +299,7 @@ def plan_for(
     transposes: bool = False,
 ) -> Fp8Plan:
     """The plan of a call."""
-    sequences = max(1, packed_in(extras))
+    sequences = max(1, extras.sequences)
     seqlen_q = max(1, given.q.shape[1] // sequences)
     pack = 1 if problem.is_packed else pack_of(problem, seqlen_q)
     return plan_of(problem, pack, out_dtype, transposes)

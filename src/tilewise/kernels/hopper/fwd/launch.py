@@ -17,7 +17,7 @@ from ....tile.schedule import even_group
 from ....tile.types import Features, Pipeline, Queue, Table
 from ....tuning.config import Key
 from ....tuning.select import architecture, select
-from ...common.arguments import features_of, numbers_of, optionals_of, packed_in, sizes_of
+from ...common.arguments import features_of, numbers_of, optionals_of, sizes_of
 from ...common.operand import Gap, Operand, names_of, operand_of
 from ...common.outputs import empty_out
 from ...common.program import Planned, Program, TorchStep, checked
@@ -168,7 +168,7 @@ def arguments(
     named = dict(zip(("q_desc", "k_desc", "v_desc", "out_desc"), described))
     named |= dict(
         lse=lse,
-        queue=queue_of(problem, plan.tile, q, keys, packed_in(extras)),
+        queue=queue_of(problem, plan.tile, q, keys, extras.sequences),
         optionals=optionals_of(extras, problem.mods)._replace(pages=pages),
         sizes=sizes_of(q, keys, extras),
         numbers=numbers_of(scalars, q, keys),
@@ -219,7 +219,7 @@ def plan_for(
     else that of their mean length. With `chunk`, of packed sequences over a KV cache with as
     many queries, whatever the others are.
     """
-    seqlen_q = max(1, q.shape[1] // max(1, packed_in(extras)))
+    seqlen_q = max(1, q.shape[1] // max(1, extras.sequences))
     # Members of a group lie in a dimension of their own, and `ragged_by_head` has none left
     pack = 1 if problem.is_packed or problem.is_modified else pack_of(problem, seqlen_q)
     is_short = seqlen_q <= LONG_SEQLEN and not (problem.is_long or chunk)

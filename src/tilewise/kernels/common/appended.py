@@ -1,0 +1,118 @@
+"""Appends to KV caches after validation: the arguments of operators and kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from ...errors import short
+from ...tile.quantize import by_row
+from ...tile.rotary import Rotary
+from .cached import resolved
+
+Tensor = torch.Tensor
+
+
+class Append(NamedTuple):
+    """The arguments of `tilewise.cache.append`, which describes them."""
+
+    k_cache: Tensor
+    v_cache: Tensor
+    k: Tensor
+    v: Tensor
+    page_table: Tensor | None
+    seqused_k: Tensor | None
+    cu_seqlens_q: Tensor | None
+    slots: Tensor | None
+    rotary: Rotary | None
+    # Of caches of 8 bits: read; written where each row has its own, shaped as the cache
+    k_descale: Tensor | None = None
+    v_descale: Tensor | None = None
+
+    __repr__ = short
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """All tensors, in the order of a relaunch."""
+        cos, sin = (None, None) if self.rotary is None else self.rotary[:2]
+        return self.k, self.k_cache, self.v, self.v_cache, *self[4:8], cos, sin, *self[9:]
+
+    @property
+    def written(self) -> list[Tensor]:
+        """The caches, and scales that each row has."""
+        return [self.k_cache, self.v_cache, *(x for x in self[-2:] if by_row(x))]
+
+    def of_tensors(self, tensors: Sequence[Tensor | None]) -> Append:
+        """A copy with these `tensors`."""
+        k, k_cache, v, v_cache, *places, cos, sin, k_descale, v_descale = tensors
+        rotary = None if self.rotary is None else self.rotary._replace(cos=cos, sin=sin)
+        return Append(k_cache, v_cache, k, v, *places, rotary, k_descale, v_descale)
+
+    def resolved(self) -> Append:
+        """A copy without lazily negated tensors."""
+        rotary = self.rotary
+        if rotary is not None:
+            rotary = rotary._replace(cos=resolved(rotary.cos), sin=resolved(rotary.sin))
+        return Append(*map(resolved, self[:8]), rotary, *map(resolved, self[9:]))
+
+
+class AppendedCall(NamedTuple):
+    """A call with a KV cache that appends new keys first: the tensors of its decode step, `out`,
+    the other tensors, and how heads are rotated.
+    """
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    table: Tensor | None
+    before: Tensor  # int32 (batch,), the keys of each sequence without the new ones
+    cu_seqlens_q: Tensor | None
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+    k_descale: Tensor | None
+    v_descale: Tensor | None
+    out: Tensor | None
+    k: Tensor
+    v: Tensor
+    cos: Tensor | None
+    sin: Tensor | None
+    cu_seqlens_k: Tensor | None
+    rotary_seqlens: Tensor | None  # int32 (batch,): rotary positions count from these
+    rows: Tensor | None  # int32 (batch, 1), of the cache
+    leftpad: Tensor | None  # int32 (batch,), the first row of each sequence
+    is_interleaved: bool
+    is_at_first: bool  # all queries of a sequence are at its first position
+
+    @property
+    def page_table(self) -> Tensor | None:
+        """Where an append finds each sequence."""
+        return self.table if self.rows is None else self.rows
+
+    @property
+    def rotary(self) -> Rotary | None:
+        """The tables of q and k."""
+        if self.cos is None or self.sin is None:
+            return None
+        return Rotary(self.cos, self.sin, self.is_interleaved)
+
+    @property
+    def append(self) -> Append:
+        """Its append, without lengths."""
+        return Append(
+            k_cache=self.k_cache,
+            v_cache=self.v_cache,
+            k=self.k,
+            v=self.v,
+            page_table=self.page_table,
+            seqused_k=None,
+            cu_seqlens_q=self.cu_seqlens_k,
+            slots=None,
+            rotary=self.rotary,
+            k_descale=self.k_descale,
+            v_descale=self.v_descale,
+        )
+
+
+TENSORS = 19  # of an `AppendedCall`
