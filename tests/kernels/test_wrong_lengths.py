@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers.tiers import sample
 
+from tilewise.kernels.hopper import tile_counter
 from tilewise.kernels.hopper.bwd import launch as hopper_backward
 from tilewise.kernels.hopper.bwd import queue
 from tilewise.kernels.hopper.fwd import launch as hopper
@@ -85,8 +86,8 @@ def call(backend, extras, batch=1, causal=False, deterministic=False):
     if backend == "hopper":
         forward, backward, context = hopper.forward, hopper_backward.backward, use_emulator(1)
     counters = [
-        mock.patch.object(module, "counter_of", lambda device: counter)
-        for module in (hopper, queue)
+        mock.patch.object(tile_counter, "counter", lambda *_: counter),
+        mock.patch.object(queue, "counter_of", lambda device: counter),
     ]
     with context, poisoned(), counters[0], counters[1]:
         out, lse = forward(problem, q, k, v, extras, scalars)

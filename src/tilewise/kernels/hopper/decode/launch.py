@@ -24,9 +24,11 @@ from ...common.operand import Within
 from ...common.program import checked
 from ...common.workspace import Workspace
 from .. import descriptors
+from ..assembly import ASM
 from ..descriptors import GL_DTYPES, DescriptorFields
 from ..launch import Launch
 from ..tile_counter import tile_counters
+from . import eight_bits
 from .kernel import hopper_decode_kernel
 from .rows import Output, States
 from .scales import Scales
@@ -40,6 +42,13 @@ FEW_QUERIES = 8  # of a sequence: with as many a call waits for memory
 HANDED_OUT = 64  # counters before those of tiles: see `work.fetch_next_tile`
 OF_CHUNKS = 32  # of these, where those of a launch of chunks begin, which runs at the same time
 TOKENS = 4  # of a tile of decodes that run at the same time as chunks
+
+
+class DecodeLaunch(Launch):
+    """A launch of the kernel, also of a cache of 8 bits."""
+
+    __slots__ = ()
+    asm = ASM | eight_bits.ASM
 
 
 def refusal(cached: Cached) -> str | None:
@@ -136,7 +145,7 @@ def launch_of(
         options["maxnreg"] = REGISTERS // (tile.PROGRAMS * 8 * 32)
     programs = min(tiles * max(pieces, 1), most * tile.PROGRAMS)
     constants = dict(FEATURES=features, TILE=tile)
-    return checked(Launch(hopper_decode_kernel, programs, args, constants, options))
+    return checked(DecodeLaunch(hopper_decode_kernel, programs, args, constants, options))
 
 
 def tile_for(

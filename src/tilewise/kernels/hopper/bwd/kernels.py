@@ -1,0 +1,148 @@
+"""The launches of a backward, of the operands that its kernels read and write."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+
+from ....problem import Extras, Grads, Problem, Saved, Scalars
+from ....tile.types import Tile
+from ...common import program
+from ...common.arguments import bias_of, numbers_of, optionals_of, sizes_of, strided
+from ...common.bwd_dbias import attn_bwd_dbias_kernel, sharing_of
+from ...common.bwd_delta import Accumulated, Scaled, bwd_delta_kernel
+from ...common.bwd_rest import attn_bwd_rest_kernel
+from ...common.program import checked
+from ...common.workspace import Workspace
+from ..descriptors import of_backward, ragged_steps
+from ..launch import Launch, programs_of
+from ..padded import padded_width
+from .bias_pairs import target_of
+from .dq import hopper_bwd_dq_kernel
+from .kernel import hopper_bwd_kernel
+from .plan import ROWS, padded_blocks, plan_for
+from .queue import queue_of
+
+
+class Kernels:
+    """The launches of one backward, and the slices that they leave to each other."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        scalars: Scalars,
+        saved: Saved,
+        extras: Extras,
+        grads: Grads,
+        work: Workspace,
+    ) -> None:
+        q, k, lse = saved.q, saved.k, saved.lse
+        self.problem, self.saved, self.extras, self.grads = problem, saved, extras, grads
+        self.plan, of_ds = plan_for(problem, scalars, q, k, saved.v, extras.bias, grads.dbias)
+        self.optionals, self.sizes = optionals_of(extras, problem.mods), sizes_of(q, k, extras)
+        self.numbers = numbers_of(scalars, q, k)
+        self.shared = dict(optionals=self.optionals, sizes=self.sizes, numbers=self.numbers)
+        tile, m_blocks = self.plan.tile, padded_blocks(problem, self.sizes)
+        heads = tuple(lse.shape[:2])
+        self.padded, self.tiles = m_blocks * ROWS, heads[0] * heads[1] * m_blocks
+        self.dq = work.add("accumulated", (*heads, self.padded, tile.BLOCK_D))
+        self.stats = work.add("stats", (*heads, 2, self.padded))
+        self.delta = self.semaphore = self.lost = self.parts = self.ds = None
+        self.dout: Any = saved.dout
+        if problem.has_bias_grad and not tile.BIAS_GRAD:
+            self.delta = work.add("delta", lse.shape)
+        if tile.ORDERED:
+            self.semaphore = work.add("dq_semaphore", (*heads, m_blocks, 2), torch.int32)
+        if problem.has_bias or problem.mods.score:
+            self.lost = work.add("lost", lse.shape)
+            shape = lse.shape[0], lse.shape[2], lse.shape[1], problem.headdim_v
+            rows = work.add("scaled", (*shape[:3], padded_width(shape[3])), problem.dtype)
+            self.dout = rows.as_strided(shape, rows.strides)
+        if problem.has_sinks:  # blocks between packed sequences have no part
+            self.parts = work.add("parts", (*heads, m_blocks), is_cleared=problem.is_packed)
+        if of_ds is not None:
+            self.ds = work.add("ds", of_ds, problem.dtype)
+        self.target = target_of(self.plan, grads, self.ds)
+
+    def rest(self) -> program.Launch:
+        """What the lse of large scores has lost."""
+        q, k, v, lse = self.saved.q, self.saved.k, self.saved.v, self.saved.lse
+        tile = self.plan.edge._replace(BLOCK_M=64, BLOCK_N=64)  # no larger than a block mask's
+        blocks = triton.cdiv(q.shape[1], tile.BLOCK_M) + self.sizes.packed
+        args = dict(q=strided(q), k=strided(k), v=strided(v), lse=lse, rest=self.lost)
+        constants = dict(FEATURES=self.plan.features, TILE=tile)
+        options = dict(num_warps=8, num_stages=1)
+        programs = blocks * q.shape[0] * q.shape[2]
+        return checked(
+            program.Launch(attn_bwd_rest_kernel, programs, args | self.shared, constants, options)
+        )
+
+    def before(self) -> program.Launch:
+        """delta, and clears what the kernel of the gradients adds to."""
+        saved, unit = self.saved, 1.0
+        if self.plan.tile.LSE_FIRST:
+            unit = self.numbers.scale_log2
+        accumulated: Any = Accumulated
+        fields: dict[str, Any] = dict(dq=self.dq, stats=self.stats, padded=self.padded)
+        fields |= dict(lse_unit=unit, delta_unit=self.numbers.dropout_factor)
+        if self.lost is not None:
+            accumulated = Scaled
+            fields |= dict(rest=self.lost, dout=strided(self.dout))
+        args = dict(out=strided(saved.out), dout=strided(saved.dout), lse=saved.lse)
+        args |= dict(dlse=saved.dlse, delta=self.delta, accumulated=accumulated(**fields))
+        args |= dict(dq_semaphore=self.semaphore, sink_parts=self.parts)
+        args |= dict(optionals=self.optionals, sizes=self.sizes)
+        return self.over_rows(bwd_delta_kernel, args)
+
+    def main(self) -> program.Launch:
+        """All gradients but dQ, which is accumulated."""
+        plan, saved, grads = self.plan, self.saved, self.grads
+        tensors: list[Any] = [saved.q, self.dout, saved.k, saved.v, self.stats, grads.dk, grads.dv]
+        names = ["q_desc", "do_desc", "k_desc", "v_desc", "stats_desc", "dk_desc", "dv_desc"]
+        pairs = dict(bias_desc=self.extras.bias, dbias_desc=self.target)
+        pairs = {name: x for name, x in pairs.items() if x is not None and plan.tile.BIAS_COPIED}
+        described = of_backward(plan, *tensors, *pairs.values())
+        args: dict[str, Any] = dict(zip([*names, *pairs], described))
+        by_key = {name: args.pop(name) for name in ("dk_desc", "dv_desc")}
+        by_pair = {name: args.pop(name, None) for name in ("bias_desc", "dbias_desc")}
+        args |= dict(dq=self.dq, dq_semaphore=self.semaphore) | by_key | by_pair
+        # Batch strides of k and v, in heads: see `ragged_by_head`
+        args |= dict(heads_per_batch=(ragged_steps(saved.k)[2], ragged_steps(saved.v)[2]))
+        queue = queue_of(self.problem, plan.tile.BLOCK_N, saved.q, saved.k, self.sizes)
+        args |= dict(queue=queue) | self.shared
+        constants = dict(FEATURES=plan.features, TILE=plan.tile)
+        programs = programs_of(queue.tiles, saved.q.device)
+        return checked(Launch(hopper_bwd_kernel, programs, args, constants, dict(num_warps=4)))
+
+    def after(self) -> list[Any]:
+        """dQ, and the gradient of a bias, where it is not dS."""
+        args = dict(accumulated=self.dq, dq=strided(self.grads.dq)) | self.shared
+        launches = [self.over_rows(hopper_bwd_dq_kernel, args)]
+        if self.grads.dbias is not None and not self.plan.tile.BIAS_GRAD:
+            launches.append(self.bias())
+        return launches
+
+    def bias(self) -> program.Launch:
+        """The gradient of the bias, by a kernel of its own; of no programs where it is empty."""
+        q, k, v, dbias = self.saved.q, self.saved.k, self.saved.v, self.grads.dbias
+        tile = Tile(64, 64, self.plan.tile.BLOCK_D, self.plan.tile.BLOCK_DV, False)
+        sharing, programs = sharing_of(dbias, q, k, tile)
+        args = dict(q=strided(q), k=strided(k), v=strided(v), dout=strided(self.dout))
+        args |= dict(dbias=bias_of(dbias), stats=(self.saved.lse, self.delta, None))
+        args |= self.shared | dict(sharing=sharing)
+        constants, options = (
+            dict(FEATURES=self.plan.features, TILE=tile),
+            dict(num_warps=8, num_stages=1),
+        )
+        return checked(
+            program.Launch(attn_bwd_dbias_kernel, programs, args, constants, options)
+        )
+
+    def over_rows(self, kernel: Any, args: dict[str, Any]) -> program.Launch:
+        """A kernel before or after that of the gradients, over tiles of ROWS queries."""
+        edge = self.plan.edge
+        options = dict(num_warps=16 if max(edge.BLOCK_D, edge.BLOCK_DV) > 128 else 8)
+        constants = dict(FEATURES=self.plan.features, TILE=edge)
+        return checked(program.Launch(kernel, self.tiles, args, constants, options))

@@ -1,0 +1,107 @@
+"""What a backward on Hopper selects: tiles, and the blocks of its descriptors."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+from triton.experimental.gluon import language as gl
+
+from ....problem import NO_MODS, Problem, Scalars
+from ....tile.seqlen import padded_row
+from ....tile.types import Features, KeyPipeline, Sizes, Tile
+from ...common.arguments import features_of
+from ..bias_memory import has_tiles
+from ..descriptors import GL_DTYPES, is_in_steps
+from . import work_tile
+from .bias_pairs import SUMMED, sums_of, way_of
+
+ROWS = work_tile.ROWS.value  # of a tile of the kernels before and after: a multiple of BLOCK_M
+TINY = 1e-30  # a scale under this is no divisor
+
+
+class Plan(NamedTuple):
+    """What a `Problem` selects: the kernels' constants and the blocks of the descriptors."""
+
+    features: Features
+    tile: KeyPipeline
+    edge: Tile  # of the kernels before and after
+    blocks: tuple[list[int], ...]  # of q, dout, k, v, stats, dk, dv, the bias and its gradient
+    layouts: tuple[Any, ...]  # of these blocks in shared memory
+
+
+def plan_of(
+    problem: Problem,
+    has_scale: bool,
+    is_copied: bool = False,
+    bias_grad: bool = False,
+    in_heads: bool = True,
+) -> Plan:
+    """The plan of a problem. `has_scale`: its scale is large enough to divide by; `is_copied`:
+    TMA can read its bias; `bias_grad`: and write dS as the gradient of that; `in_heads`:
+    batches of K and V are a whole number of heads apart.
+
+    To headdim 128 both head dims are padded to the wider one.
+    """
+    block_d, block_dv = (
+        max(64, triton.next_power_of_2(d)) for d in (problem.headdim, problem.headdim_v)
+    )
+    widest = max(block_d, block_dv)
+    if widest <= 128:
+        block_d = block_dv = widest
+    n = 128 if widest <= 128 else 64
+    # 128 queries at a time leave no registers for positions or derivatives
+    needs_registers = problem.is_modified or problem.has_alibi or problem.has_softcap
+    m = 128 if widest == 64 and not needs_registers else 64
+    # Tall tiles have none to load lse ahead of S. Of a bias of -1e9 the quotient of lse and scale
+    # times scale is another number than lse
+    is_linear = not (problem.has_softcap or problem.mods.score or problem.has_bias)
+    lse_first = m == 64 and has_scale and is_linear
+    # Tall blocks of sequences that are all as long are ragged, too: the compiler then spills no
+    # address of the loop (H200, back to back, headdim 64, full: 5 % at 4Ki, 2 % at 512)
+    is_ragged = problem.is_packed or problem.has_seqused_k or (m == 128 and in_heads)
+    has_metadata = problem.mods.block != NO_MODS.block or problem.has_dropout
+    is_copied = is_copied and n == 128  # wide heads leave no shared memory
+    flags = problem.deterministic, lse_first, is_ragged, has_metadata, is_copied, bias_grad
+    tile = KeyPipeline(m, n, block_d, block_dv, *flags)
+    before = [1, 1, 1] if problem.is_packed else [1, 1]  # the dimensions of `ragged_by_head`
+    before_keys = [1, 1, 1] if is_ragged else [1, 1]
+    exact = problem.has_fp32_key_grads
+    halves = 2 if exact else 1  # through a staging buffer of as many bytes
+    blocks = (
+        [*before, m, block_d],
+        [*before, m, block_dv],
+        [*before_keys, n, block_d],
+        [*before_keys, n, block_dv],
+        [1, 1, 1, m],
+        [*before, 64, block_d // halves],
+        [*before, 64, block_dv // halves],
+        [1, 1, m, 64],
+        [1, 1, m, 64],
+    )
+    element = GL_DTYPES[problem.dtype]
+    of_grads = gl.float32 if exact else element
+    kinds = (*[element] * 4, gl.float32, of_grads, of_grads, element, element)
+    layouts = tuple(map(gl.NVMMASharedLayout.get_default_for, blocks, kinds))
+    features = features_of(problem)._replace(FAST_TANH=problem.has_softcap)
+    edge = Tile(ROWS, 16, block_d, block_dv, False)
+    return Plan(features, tile, edge, blocks, layouts)
+
+
+def plan_for(
+    problem: Problem, scalars: Scalars, q: Any, k: Any, v: Any, bias: Any, dbias: Any
+) -> tuple[Plan, tuple[int, ...] | None]:
+    """The plan of a call, and the shape of the dS that is summed for the gradient of the bias."""
+    way = way_of(problem, bias, dbias, q, k)
+    has_scale, in_heads = abs(scalars.scale) > TINY, is_in_steps(k) and is_in_steps(v)
+    plan = plan_of(problem, has_scale, has_tiles(bias, q), bool(way), in_heads)
+    return plan, sums_of(q, k) if way == SUMMED else None
+
+
+def padded_blocks(problem: Problem, sizes: Sizes) -> int:
+    """Blocks of ROWS queries of a head, in which no two sequences share a block. Packed sequences
+    can have as many, whatever their lengths.
+    """
+    if problem.is_packed:
+        return padded_row.fn(sizes.seqlen_q, sizes.packed, ROWS) // ROWS
+    return triton.cdiv(sizes.seqlen_q, ROWS)
