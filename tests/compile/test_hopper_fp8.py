@@ -1,7 +1,5 @@
 """The Hopper forward in FP8 compiles for sm_90: it fits, its wgmma overlap, it spills little."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 import triton
@@ -10,12 +8,14 @@ from helpers.driver import Driver, launchable, sizes_in
 from helpers.sass import assert_maxima_by_integers, innermost_loops, spills_in
 from helpers.tiers import sample, sample_rows
 
-from tilewise.kernels.common import packed
-from tilewise.kernels.hopper.descriptors import checked
+from tilewise.explain.launches import build_launch
+from tilewise.kernels.common import direct, packed
+from tilewise.kernels.common.operand import operands_of
+from tilewise.kernels.hopper import launch as hopper
+from tilewise.kernels.hopper.descriptors import DescriptorFields
 from tilewise.kernels.hopper.fwd import fp8_launch
-from tilewise.kernels.hopper.fwd.fp8_kernel import hopper_fp8_fwd_kernel
 from tilewise.problem import Scalars
-from tilewise.testing import build, stats
+from tilewise.testing import stats
 from tilewise.testing.offline import SMEM_LIMIT
 
 IS_MEASURED = pytest.mark.skipif(
@@ -70,14 +70,12 @@ def made(
     call = fp8.normal_call(*lengths, fp8.Heads(4, 2, headdim, headdim), **asked)
     scalars = Scalars(headdim**-0.5, softcap, left, 0 if causal else -1)
     problem, read = fp8.problem_of(call, scalars), call.quantized
-    plan = fp8_launch.plan_for(problem, read, call.extras, out_dtype, transposes)
-    out = torch.empty(*read.q.shape[:3], headdim, dtype=out_dtype)
-    lse = torch.empty(read.q.shape[0], 4, read.q.shape[1])
-    values = call.v if transposes else None
-    args = fp8_launch.arguments(problem, plan, read, values, call.extras, scalars, out, lse)
-    constants = dict(FEATURES=plan.features, TILE=plan.tile, num_warps=4)
-    kernel = build(hopper_fp8_fwd_kernel, *checked(args), on="sm90", **constants)
-    return kernel, plan, args, call.extras
+    v = call.v if transposes else read.v_t
+    tensors = read.q, read.k, v, *read.scales, read.v_mean, read.v_drift, *call.extras.tensors
+    operands = operands_of(fp8_launch.FIELDS, tensors)
+    program = fp8_launch.fp8_program(problem, scalars, out_dtype, transposes, **operands)
+    (launch,) = program.launches
+    return build_launch(launch, "sm90"), launch, program.names
 
 
 @pytest.mark.parametrize("headdim, name", sample_rows(CASES, (128, "causal")))
@@ -144,43 +142,42 @@ def test_p_is_an_operand_without_a_move():
 @pytest.mark.parametrize("transposes", sample([False, True], False))
 def test_what_is_launched_past_triton_are_the_parameters_of_the_kernel(transposes, monkeypatch):
     """As many as its PTX has, as large, and each in its place."""
-    kernel, plan, args, extras = made(128, transposes=transposes, causal=True)
+    kernel, launch, names = made(128, transposes=transposes, causal=True)
     driver = Driver(sizes_in(kernel.asm["ptx"]))
     monkeypatch.setattr(packed, "driver", driver.functions)
-    maps = {}
+    maps, of = {}, launchable(kernel)
 
-    class Described:
-        def __init__(self, kernel, read):
-            self.read = read
+    class Direct:
+        def __init__(self, compiled, programs, launcher, packs):
+            self.compiled, self.programs, self.launcher = compiled, programs, launcher
 
-        def opened(self, addresses):
-            gaps = [object() for _ in addresses]
-            parts = [[gap, *x.shape, *x.strides] for gap, x in zip(gaps, self.read)]
-            return gaps, [part for x in parts for part in x], True
+        def arguments(self, stream, args):
+            return stream, *args
 
-        def moved(self, which, address):
-            return maps.setdefault(address, packed.Map(bytes([len(maps) + 1] * 128)))
+        def encode(self, which, x):
+            encoded = packed.Map(bytes([len(maps) + 1] * 128))
+            return [maps.setdefault((which, x.base.data_ptr()), encoded), *x.shape, *x.strides]
 
-    monkeypatch.setattr(fp8_launch, "Descriptors", Described)
-    of = SimpleNamespace(compiled=launchable(kernel), programs=132, launcher=None)
-    of.arguments = lambda stream, args: (stream, *args)
-    found = fp8_launch.how_to_relaunch(of, plan, args, extras)
-    assert isinstance(found.call, packed.Packed)
-    read = [x for x in args[:5] if x is not None]
-    row = [found.moved(n, 16 * n) for n in range(len(read))]
-    moving = [2**40 + 16 * n for n in range(9 if transposes else 7)]
-    if args.scales.v_mean is None:
-        moving[-2:] = 0, 0
-    found.call(7, [*row, *moving])
+    monkeypatch.setattr(direct, "launcher_of", lambda compiled: (None, False))
+    monkeypatch.setattr(hopper, "Direct", Direct)
+    monkeypatch.setattr(hopper, "map_of", lambda encoded: encoded)
+    moving = {name: 2**40 + 16 * n for n, name in enumerate(names)}
+    found = launch.relaunch_of(of, {name: hopper.At(x) for name, x in moving.items()})
+    found(7, [*moving.values()])
     ((_, _, values),) = driver.launched
     numbers = iter(values)
+    read = [x for x in launch.args.values() if isinstance(x, DescriptorFields)]
+    assert len(read) == 4 + transposes
     for n, x in enumerate(read):
-        assert next(numbers) == bytes(row[n])
+        assert next(numbers) == bytes(maps[n, moving[x.base.name]])
         assert [int.from_bytes(next(numbers), "little") for _ in x.shape] == [*x.shape]
         assert [int.from_bytes(next(numbers), "little") for _ in x.strides] == [*x.strides]
-    v_t = moving[:2] if transposes else []
-    lse, tiles, *scales = moving[len(v_t) : len(v_t) + 5]
+    scales = launch.args["scales"]
     rest = [int.from_bytes(x, "little") for x in numbers]
-    assert rest[:5] == [lse, *scales, args.scales.nheads_k]
-    assert rest[5] == tiles and (not transposes or v_t == [x for x in rest if x in v_t])
+    addresses = [moving[x.name] for x in (launch.args["lse"], *scales[:3])]
+    tiles = moving["tile_counter"]
+    assert rest[:5] == [*addresses, scales.nheads_k] and rest[5] == tiles  # None is no parameter
     assert rest.count(tiles) == 1
+    if transposes:
+        v_t, words = (moving[x.name] for x in launch.args["transposing"][:2])
+        assert [x for x in rest if x in (v_t, words)] == [v_t, words]

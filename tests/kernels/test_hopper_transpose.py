@@ -8,6 +8,7 @@ from helpers import fp8
 from helpers.tiers import every, sample
 
 from tilewise.kernels import hopper
+from tilewise.kernels.hopper import tile_counter
 from tilewise.kernels.hopper.fwd import fp8_launch, transpose
 from tilewise.problem import Scalars
 from tilewise.testing import use_emulator
@@ -57,8 +58,8 @@ def test_bits_are_those_of_a_pass_before(name, seed):
 def test_words_are_0_again_also_where_the_counter_of_tiles_is_among_them(monkeypatch):
     """As in a captured graph, whose launches share counters; the second launch would hang."""
     words = torch.zeros(128, dtype=torch.int32)
-    monkeypatch.setattr("tilewise.kernels.hopper.fwd.fp8_launch.counter_of", lambda device: words)
-    monkeypatch.setattr(fp8_launch, "counters_of", lambda device, count: words)
+    monkeypatch.setattr(tile_counter, "counter", lambda *of: words)
+    monkeypatch.setattr(tile_counter, "counters", lambda *of, count: words)
     call = fp8.normal_call([300], [300], fp8.Heads(3, 3, 64, 64))
     attend, expected = forwards(call, causal=True)
     with use_emulator(1):
@@ -129,7 +130,7 @@ def test_as_many_heads_are_interleaved_as_tiles_are(queries, width):
     """Of tiles of one head, and of those that its query heads share."""
     call = fp8.normal_call([queries], [700], fp8.Heads(8, 2, 64, 64))
     problem = fp8.problem_of(call, Scalars(1.0, 0.0, -1, 0))
-    plan = fp8_launch.plan_for(problem, call.quantized, call.extras, BF16, True)
+    plan = fp8_launch.plan_for(problem, call.quantized.q, call.extras, BF16, True)
     assert (plan.tile.PACK > 1) == (width == 2)
     l2_group = 2 if width == 2 else 4
     assert fp8_launch.transposing_of(call.quantized.v_t, plan, l2_group).width == width

@@ -14,8 +14,7 @@ from ...problem import Problem
 
 if TYPE_CHECKING:
     from .bwd.launch import backward, prepare_backward
-    from .fwd.fp8_launch import Fp8Forward as prepare_fp8
-    from .fwd.fp8_launch import takes_values
+    from .fwd.fp8_launch import prepare_fp8, takes_values
     from .fwd.launch import forward, prepare
 
 NAME = "hopper"
@@ -25,7 +24,7 @@ DTYPES = (torch.float16, torch.bfloat16)
 
 FP8_OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
 
-OF_FP8 = {"prepare_fp8": "Fp8Forward", "takes_values": "takes_values"}  # of fwd/fp8_launch.py
+OF_FP8 = ["prepare_fp8", "takes_values"]  # of fwd/fp8_launch.py
 LAUNCHES = ["backward", "forward", "prepare", "prepare_backward", *OF_FP8]
 
 __all__ = [
@@ -131,7 +130,7 @@ def __getattr__(name: str) -> Any:
     from .fwd import fp8_launch, launch
 
     if name in OF_FP8:
-        globals()[name] = getattr(fp8_launch, OF_FP8[name])
+        globals()[name] = getattr(fp8_launch, name)
     else:
         globals()[name] = getattr(bwd_launch if "backward" in name else launch, name)
     return globals()[name]

@@ -3,42 +3,38 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from triton.experimental.gluon import language as gl
 
-from ....emulation import emulate, emulator_seed
 from ....errors import warn_slow
 from ....hardware import SHARED_MEMORY
 from ....problem import Extras, Problem, Scalars
-from ....tile.types import Features, Numbers, Optionals, Pipeline, Queue, Sizes
-from ...common.alignment import in_own_memory
+from ....tile.types import Features, Pipeline
 from ...common.arguments import aligned, features_of, numbers_of, optionals_of, sizes_of
-from ...common.building import first_launch, num_sms, on_device
-from ...common.packed import Packed
-from ...common.quantized import COLUMNS, FP8, Quantized, columns_of, empty_values
-from ...common.relaunch import (
-    addresses_of,
-    distinct_extras,
-    distinct_views,
-    may_relaunch,
-    relaunch_of,
-)
+from ...common.building import num_sms
+from ...common.operand import Operand, names_of
+from ...common.program import Planned, Program, TorchStep, checked
+from ...common.quantized import COLUMNS, FP8, Quantized, columns_of
+from ...common.workspace import Workspace
 from .. import assembly
-from ..compat import Descriptors, Direct, direct_of
-from ..descriptors import DescriptorFields, by_head, checked, of_queries, ragged_by_head
-from ..tile_counter import counter, counter_of, counters_of
+from ..descriptors import by_head, of_queries, ragged_by_head
+from ..launch import Launch, programs_of
+from ..tile_counter import tile_counters
 from . import fp8_operand, transpose
 from .epilogue import OUT_COLUMNS
 from .fp8_kernel import hopper_fp8_fwd_kernel
 from .fp8_mma import Scales
-from .launch import WARPGROUP_ROWS, lse_of_nothing, pack_of, queue_of
+from .launch import WARPGROUP_ROWS, nothing, pack_of, queue_of
 from .transpose import READY, Transposing
 
 Tensor = torch.Tensor
+# What a call passes, in this order; a kernel that transposes V gets it as v_t
+FIELDS = ("q", "k", "v_t", "q_scale", "k_scale", "v_scale", "v_mean", "v_drift", *Extras._fields)
+FIRST_EXTRA = FIELDS.index(Extras._fields[0])
 GL_OUT = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 ASM = assembly.ASM | fp8_operand.ASM | transpose.ASM
 UNIT = 16  # bytes that TMA's strides are multiples of, and elements of 8 bits
@@ -58,207 +54,140 @@ class Fp8Plan(NamedTuple):
     layouts: tuple[Any, ...]  # of these blocks in shared memory
 
 
-class Fp8Args(NamedTuple):
-    """What the kernel is launched with, but its constants."""
+class Fp8Launch(Launch):
+    """A launch of this kernel."""
 
-    q: DescriptorFields
-    k: DescriptorFields
-    v_t: DescriptorFields
-    out: DescriptorFields
-    values: DescriptorFields | None  # V, where the kernel transposes it
-    lse: Tensor
-    scales: Scales
-    queue: Queue
-    optionals: Optionals
-    sizes: Sizes
-    numbers: Numbers
-    transposing: Transposing | None
+    __slots__ = ()
+    asm = ASM
 
 
-class Fp8Relaunch(NamedTuple):
-    """What launches after the first need. Holds no tensor."""
-
-    call: Callable[[int, Sequence[Any]], None]  # with a stream and a row
-    moved: Callable[[int, int], Any]  # what of a descriptor moves, by its number, from an address
-    has_extras: bool
-    v_t_shape: torch.Size | None  # where the kernel writes V^T
-    counters: int  # that the programs then share
-
-
-class Fp8Forward:
-    """The forward of `Quantized` tensors of one signature: the first through Triton's launcher,
-    later ones directly, with descriptors that are cached by address. Where it `transposes`, they
-    have V in the place of V^T.
+def prepare_fp8(
+    problem: Problem, scalars: Scalars, out_dtype: torch.dtype, transposes: bool = False
+) -> Callable[[Quantized, Extras], tuple[Tensor, Tensor]]:
+    """The forward of all calls of one signature. Where it `transposes`, they have V in the place of
+    V^T.
     """
-
-    def __init__(
-        self, problem: Problem, scalars: Scalars, out_dtype: torch.dtype, transposes: bool = False
-    ) -> None:
-        self.problem, self.scalars, self.out_dtype = problem, scalars, out_dtype
-        self.transposes = transposes
-        self.device = -1
-        self.relaunch: Fp8Relaunch | None = None
-
-    def __call__(self, given: Quantized, extras: Extras) -> tuple[Tensor, Tensor]:
-        q = given.q
-        batch, seqlen_q, nheads, _ = q.shape
-        out = q.new_empty(batch, seqlen_q, nheads, self.problem.headdim_v, dtype=self.out_dtype)
-        lse = q.new_empty(batch, nheads, seqlen_q, dtype=torch.float32)
-        relaunch, device = self.relaunch, self.device
-        if relaunch is None or not may_relaunch(device):
-            self._first(given, extras, out, lse)
-            return out, lse
-        stream = torch._C._cuda_getCurrentRawStream(device)
-        moved, v_t, values = relaunch.moved, given.v_t, None
-        if relaunch.v_t_shape is not None:
-            v_t, values = q.new_empty(relaunch.v_t_shape, dtype=torch.uint8), v_t
-        row = [
-            moved(0, q.data_ptr()),
-            moved(1, given.k.data_ptr()),
-            moved(2, v_t.data_ptr()),
-            moved(3, out.data_ptr()),
-        ]
-        # Counters are held until the launch: those that a capture makes are the caller's
-        tiles, counters = counter(q.device, device, stream), None
-        if values is not None:
-            counters = counters_of(q.device, relaunch.counters)
-            row += moved(4, values.data_ptr()), v_t.data_ptr(), counters.data_ptr()
-        row += addresses_of((lse, tiles, *given.scales, given.v_mean, given.v_drift))
-        if relaunch.has_extras:
-            row += addresses_of(extras.tensors)
-        relaunch.call(stream, row)
-        return out, lse
-
-    def _first(self, given: Quantized, extras: Extras, out: Tensor, lse: Tensor) -> None:
-        """The first launch of a signature, through Triton's launcher."""
-        if out.numel() == 0 and lse.numel() == 0:
-            return
-        if given.k.shape[1] == 0 and not self.problem.is_packed:
-            out.zero_()
-            lse_of_nothing(lse, extras.sinks)
-            return
-        inputs = readable(given)
-        is_copied = any(x is not y for x, y in zip(inputs[:3], given))
-        extras = distinct_extras(extras)
-        values = given.v_t if self.transposes else None
-        if values is not None:
-            inputs = inputs._replace(v_t=empty_values(values, None).view(FP8))
-        plan = plan_for(self.problem, inputs, extras, self.out_dtype, self.transposes)
-        args = arguments(self.problem, plan, inputs, values, extras, self.scalars, out, lse)
-        constants = dict(FEATURES=plan.features, TILE=plan.tile, num_warps=4)
-        device = given.q.device
-        if emulator_seed() is not None and device.type == "cpu":
-            programs = min(args.queue.tiles, 4)  # few, so that each works through several tiles
-            emulate(hopper_fp8_fwd_kernel, ASM)[(programs,)](*checked(args), **constants)
-            return
-        programs = min(args.queue.tiles, num_sms(device))
-        with on_device(device):
-            compiled = first_launch(hopper_fp8_fwd_kernel, programs, *checked(args), **constants)
-            index = torch.cuda.current_device()
-        if not is_copied:
-            kernel = direct_of(compiled, programs)
-            self.relaunch, self.device = how_to_relaunch(kernel, plan, args, extras), index
+    plan = functools.partial(fp8_program, problem, scalars, out_dtype, transposes)
+    run = Planned(FIELDS, plan)
+    return lambda given, extras: run(
+        (given.q, given.k, given.v_t, *given.scales, given.v_mean, given.v_drift, *extras.tensors)
+    )
 
 
-def how_to_relaunch(
-    kernel: Direct | None, plan: Fp8Plan, args: Fp8Args, extras: Extras
-) -> Fp8Relaunch | None:
-    """None where a tensor was copied to be contiguous, or where this Triton's launcher is unknown.
-    A row has what moves in the order in which `Fp8Forward` fills it.
-    """
-    if kernel is None:
-        return None
-    fields = [x for x in args[:5] if x is not None]
-    described = Descriptors(kernel, fields)
-    gaps, operands, has_maps = described.opened([x.base.data_ptr() for x in fields])
-    row: list[Any] = [*gaps]
-    transposing, v_t_shape, counters = args.transposing, None, 0
-    if transposing is None:
-        operands.append(None)
-    else:
-        v_t_shape, counters = transposing.v_t.shape, READY.value + transposing.blocks
-        row += transposing[:2]
-    row += args.lse, args.queue.counter, *args.scales[:5]
-    has_extras = any(x is not None for x in extras.tensors)
-    row += extras.tensors if has_extras else ()
-    call = relaunch_of(kernel, (*operands, *args[5:], plan.features, plan.tile), row, has_maps)
-    if call is None:
-        return None
-    moved = described.moved if isinstance(call, Packed) else described.first
-    return Fp8Relaunch(call, moved, has_extras, v_t_shape, counters)
+def fp8_program(
+    problem: Problem,
+    scalars: Scalars,
+    out_dtype: torch.dtype,
+    transposes: bool = False,
+    **operands: Any,
+) -> Program:
+    """The one launch, of operands, behind copies of those that TMA cannot read."""
+    extras, q, k = Extras(**{x: operands[x] for x in Extras._fields}), operands["q"], operands["k"]
+    batch, seqlen_q, nheads, _ = q.shape
+    out = Operand("out", (batch, seqlen_q, nheads, problem.headdim_v), out_dtype, q.device)
+    lse = Operand("lse", (batch, nheads, seqlen_q), torch.float32, q.device)
+    names, work = names_of(FIELDS, FIRST_EXTRA + len(extras.tensors)), Workspace(q.device)
+    steps: list[Any] = []
+    if k.shape[1] == 0 and not problem.is_packed:
+        steps = [TorchStep(nothing, ("out", "lse", "sinks"))]
+    elif out.numel() or lse.numel():
+        readable = Readable(work)
+        tensors = readable.operands(operands, transposes) | dict(out=out, lse=lse)
+        plan = plan_for(problem, q, extras, out_dtype, transposes)
+        args = arguments(problem, plan, tensors, extras, scalars)
+        programs = programs_of(args["queue"].tiles, q.device)
+        constants = dict(FEATURES=plan.features, TILE=plan.tile)
+        launch = Fp8Launch(hopper_fp8_fwd_kernel, programs, args, constants, dict(num_warps=4))
+        steps = [*readable.steps, checked(launch)]
+    return Program(names, steps, work, (out, lse))
 
 
 def arguments(
-    problem: Problem,
-    plan: Fp8Plan,
-    given: Quantized,
-    values: Tensor | None,
-    extras: Extras,
-    scalars: Scalars,
-    out: Tensor,
-    lse: Tensor,
-) -> Fp8Args:
-    """The kernel's arguments for a call: q and out as in 16 bits, k, v_t and V as (batch, head,
-    row, column).
+    problem: Problem, plan: Fp8Plan, operands: dict[str, Any], extras: Extras, scalars: Scalars
+) -> dict[str, Any]:
+    """The kernel's arguments but its constants, by their names: q and out as in 16 bits, k, v_t and
+    V as (batch, head, row, column).
     """
-    q, k = given.q, given.k
+    q, k, v_t, values = (operands[name] for name in ("q", "k", "v_t", "values"))
     group = problem.group
     of_q, of_k, of_v, of_out, of_values = zip(plan.blocks, plan.layouts)
     of_rows = ragged_by_head if problem.is_packed else functools.partial(of_queries, group=group)
     queue = queue_of(problem, plan.tile, q, k, extras.sequences)
-    queue = queue._replace(counter=counter_of(q.device))
-    described = transposing = None
-    if values is not None:
-        described = by_head(values.view(torch.uint8), *of_values)
-        transposing = transposing_of(given.v_t, plan, queue.l2_group)
-    return Fp8Args(
-        of_queries(q, *of_q, group),
-        by_head(k, *of_k),
-        by_head(given.v_t.transpose(1, 2), *of_v),
-        of_rows(out, *of_out),
-        described,
-        lse,
-        Scales(*distinct_views((*given.scales, given.v_mean, given.v_drift)), problem.nheads_k),
-        queue,
-        optionals_of(extras),
-        sizes_of(q, k, extras),
-        numbers_of(scalars, q, k),
-        transposing,
+    numbers = {name: operands[name] for name in ("v_mean", "v_drift")}
+    numbers |= {name: operands[f"{name}_scale"] for name in ("q", "k", "v")}
+    return dict(
+        q_desc=of_queries(q, *of_q, group),
+        k_desc=by_head(k, *of_k),
+        v_desc=by_head(v_t.transpose(1, 2), *of_v),
+        out_desc=of_rows(operands["out"], *of_out),
+        values_desc=None if values is None else by_head(values.view(torch.uint8), *of_values),
+        lse=operands["lse"],
+        scales=Scales(**numbers, nheads_k=problem.nheads_k),
+        queue=queue,
+        optionals=optionals_of(extras),
+        sizes=sizes_of(q, k, extras),
+        numbers=numbers_of(scalars, q, k),
+        transposing=None if values is None else transposing_of(v_t, plan, queue.l2_group),
     )
 
 
-def transposing_of(v_t: Tensor, plan: Fp8Plan, l2_group: int) -> Transposing:
+def transposing_of(v_t: Any, plan: Fp8Plan, l2_group: int) -> Transposing:
     """How the programs of a launch write V^T: blocks of as many heads are interleaved as tiles are,
     whose heads are key heads where their query heads share a tile.
     """
     batch, nheads_k, _, columns = v_t.shape
     heads, levels = batch * nheads_k, columns // COLUMNS
-    # Not the object that is the counter of tiles, too, where a captured graph has one of both
-    counters = counters_of(v_t.device, READY.value + heads * levels).detach()
-    width = l2_group if plan.tile.PACK > 1 else max(1, l2_group // plan.features.GROUP)
-    pieces = COLUMNS // transpose.piece_keys(plan.tile.BLOCK_DV)
-    numbers = heads * levels, levels, nheads_k, heads, width, pieces
-    return Transposing(v_t.view(torch.uint8), counters, *numbers)
-
-
-def readable(given: Quantized) -> Quantized:
-    """The tensors, with copies of those that TMA cannot read. Packed sequences without any key get
-    one row that no sequence has, as a descriptor without rows is invalid.
-    """
-    k = given.k if given.k.shape[1] else given.k.new_zeros(1, 1, *given.k.shape[2:])
-    v_t = in_units(given.v_t, "v_t")
-    return given._replace(q=in_units(given.q, "q"), k=in_units(k, "k"), v_t=v_t)
-
-
-def in_units(x: Tensor, name: str) -> Tensor:
-    """x, or a copy of it where TMA cannot read its rows."""
-    if aligned(x):
-        return x
-    warn_slow(
-        f"{name} in FP8 is copied, because TMA needs rows, heads and batches that start at "
-        f"multiples of {UNIT} bytes and are not expanded: {name}.clone() gives both"
+    return Transposing(
+        v_t=v_t.view(torch.uint8),
+        words=tile_counters(READY.value + heads * levels),
+        blocks=heads * levels,
+        levels=levels,
+        nheads_k=nheads_k,
+        heads=heads,
+        width=l2_group if plan.tile.PACK > 1 else max(1, l2_group // plan.features.GROUP),
+        pieces=COLUMNS // transpose.piece_keys(plan.tile.BLOCK_DV),
     )
-    return in_own_memory(x)
+
+
+class Readable:
+    """The operands of a program as TMA can read them, and the steps that copy them to there."""
+
+    def __init__(self, work: Workspace) -> None:
+        self.work = work
+        self.steps: list[TorchStep] = []
+
+    def operands(self, operands: dict[str, Any], transposes: bool) -> dict[str, Any]:
+        """The operands, and as `values` V, which a kernel that `transposes` reads. Packed sequences
+        without any key get one row that no sequence has, as a descriptor without rows is invalid.
+        """
+        k, v_t = operands["k"], operands["v_t"]
+        if not k.shape[1]:
+            k = self.work.add("no k", (1, 1, *k.shape[2:]), k.dtype, is_cleared=True)
+        if transposes:
+            batch, rows, heads, columns = v_t.shape
+            shape = batch, heads, columns, columns_of(rows)
+            values, v_t = v_t, self.work.add("transposed", shape, torch.uint8).view(FP8)
+        else:
+            values, v_t = None, self.in_units(v_t)
+        q = self.in_units(operands["q"])
+        return operands | dict(q=q, k=self.in_units(k), v_t=v_t, values=values)
+
+    def in_units(self, x: Any) -> Any:
+        """x, or a copy of it where TMA cannot read its rows."""
+        if aligned(x):
+            return x
+        warn_slow(
+            f"{x.name} in FP8 is copied, because TMA needs rows, heads and batches that start at "
+            f"multiples of {UNIT} bytes and are not expanded: {x.name}.clone() gives both"
+        )
+        copy = self.work.add(f"{x.name} in its own memory", x.shape, x.dtype)
+        self.steps.append(TorchStep(copy_dense, (x.name, copy.name)))
+        return copy
+
+
+def copy_dense(x: Tensor, copy: Tensor) -> None:
+    """Copies a tensor into memory without gaps."""
+    copy.copy_(x)
 
 
 def takes_values(problem: Problem, q: Tensor, v: Tensor, out_dtype: torch.dtype) -> bool:
@@ -292,15 +221,11 @@ def fits_values(problem: Problem, v: Tensor, out_dtype: torch.dtype) -> bool:
 
 
 def plan_for(
-    problem: Problem,
-    given: Quantized,
-    extras: Extras,
-    out_dtype: torch.dtype,
-    transposes: bool = False,
+    problem: Problem, q: Any, extras: Extras, out_dtype: torch.dtype, transposes: bool = False
 ) -> Fp8Plan:
     """The plan of a call."""
     sequences = max(1, extras.sequences)
-    seqlen_q = max(1, given.q.shape[1] // sequences)
+    seqlen_q = max(1, q.shape[1] // sequences)
     pack = 1 if problem.is_packed else pack_of(problem, seqlen_q)
     return plan_of(problem, pack, out_dtype, transposes)
 
