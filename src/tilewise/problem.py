@@ -102,7 +102,7 @@ class Extras(NamedTuple):
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         """All in a row: OPTIONAL of which each may be None, then the captured ones."""
-        return (*self.optional, *self.captured)
+        return (*self[:-1], *self[-1])
 
     @property
     def arguments(self) -> tuple[torch.Tensor | list[torch.Tensor] | None, ...]:

@@ -3,6 +3,8 @@
 No GPU: kernels are fakes that record their calls.
 """
 
+import sys
+
 import pytest
 import torch
 from helpers.fake_kernels import Kernel, compiled_for, fake_memory, plain
@@ -143,3 +145,25 @@ def test_another_device_is_current(log, monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1)
     one(*call[2], call[3])
     assert {how for _, how, *_ in log} == {"front"}
+
+
+@pytest.mark.parametrize("name", ["plain", "all"])
+def test_a_warm_call_enters_few_functions(log, memory, name):
+    """Those of the library, and the expressions that it has compiled: as many with extras."""
+    call = call_of(name)
+    one, entered = forward_of(call), []
+    memory.begin()
+    one(*call[2], call[3])
+
+    def noted(frame, event, _):
+        file, function = frame.f_code.co_filename, frame.f_code.co_name
+        if event == "call" and ("/tilewise/" in file or file == "<string>"):
+            entered.append(function)
+
+    memory.begin()
+    sys.setprofile(noted)
+    try:
+        one(*call[2], call[3])
+    finally:
+        sys.setprofile(None)
+    assert log[-1][1] == "again" and len(entered) - entered.count("<listcomp>") <= 9, entered

@@ -108,6 +108,7 @@ class Program:
         self.returned = [None if x is None else self.made.index(x) for x in outputs]
         gaps = (x for launch in self.launches for x in gaps_in(launch.positional))
         self.provided = [*{x.name: x for x in gaps if isinstance(x, Provided)}.values()]
+        self.has_all = None not in self.returned
         in_row = *self.made, *self.slices, *self.zeros, *self.provided
         self.names = [*names, *(x.name for x in in_row)]
         self.copied = self._copied()
@@ -148,14 +149,17 @@ class Program:
         if self.needs_scratch:
             triton.set_allocator(scratch)
         stream = torch._C._cuda_getCurrentRawStream(self.index)
-        if self.provided:
-            provided = [x.get(self.device, self.index, stream) for x in self.provided]  # held
-            row += [x.data_ptr() for x in provided]
+        provided = []  # held until all is launched
+        for x in self.provided:
+            provided.append(tensor := x.get(self.device, self.index, stream))
+            row.append(tensor.data_ptr())
         for step in again:
             if type(step) is TorchStep:
                 step.function(*[tensors[self.names.index(x)] for x in step.names])
             else:
                 step(stream, row)
+        if self.has_all:
+            return tuple(new_tensors[: len(self.returned)])
         return tuple([None if place is None else new_tensors[place] for place in self.returned])
 
     def again_at(self, row: Sequence[Any]) -> bool:
