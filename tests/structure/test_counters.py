@@ -7,28 +7,28 @@ only by a commit that says what it adds and why; the others never.
 import pytest
 from helpers.counters import count
 
-AT_LEAST = {"arguments by keyword, percent": 15.3}
+AT_LEAST = {"arguments by keyword, percent": 15.4}
 AT_MOST = {
     # Sizes
-    "lines": 50_822,
+    "lines": 50_770,
     "files that name softcap": 51,
     "files that name sinks": 57,
     "files attention() imports": 40,
     "lines attention() imports": 5_554,
     # One record, one dispatcher, one file of checks, one way to launch
     "records per 1,000 lines, host": 4.02,
-    "records per 1,000 lines, device": 7.25,
+    "records per 1,000 lines, device": 7.19,
     "records built at one place, host": 28,
-    "records built at one place, device": 67,
-    "launching classes": 7,
+    "records built at one place, device": 65,
+    "launching classes": 6,
     "dispatchers": 1,
     "check files": 6,
     # Plain English
-    "calls with *x per 1,000 lines": 8.42,
+    "calls with *x per 1,000 lines": 8.32,
     "calls with a tuple's *": 11,
     "vague locals": 34,
     "docstrings without a subject": 0,
-    "files over 300 lines": 23,
+    "files over 300 lines": 22,
     "functions over 120 lines": 0,
 }
 
