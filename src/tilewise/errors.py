@@ -26,6 +26,7 @@ class Words(NamedTuple):
     k: str = "k"
     v: str = "v"
     scale: str = "scale"
+    window: str = "window"
     sinks: str = "sinks"
     bias: str = "bias"
     bias_is_also: str = ""  # a dtype besides those of numbers that are added

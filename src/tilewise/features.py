@@ -4,6 +4,7 @@ operators read these tables.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -148,7 +149,7 @@ def refuse(kind: str, **arguments: Any) -> None:
             raise NotImplementedError(REFUSALS[kind].format(name=name, remedy=remedy))
 
 
-def schema_of(*names: str, **types: str) -> str:
+def schema_of(names: Iterable[str], **types: str) -> str:
     """Arguments of an operator as torch's schemas write them; `types` are those that differ."""
     types = TYPES | types
     return ", ".join(f"{types.get(name, 'Tensor?')} {name}" for name in names)

@@ -14,7 +14,7 @@ with `left` or `right` absent where the band is open. Causal is right = 0.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -139,7 +139,7 @@ class Scalars(NamedTuple):
 NO_EXTRAS = Extras()
 
 
-def extras_of(*tensors: torch.Tensor | None) -> Extras:
+def extras_of(tensors: Sequence[torch.Tensor | None]) -> Extras:
     """Extras of `Extras.tensors`."""
     if not tensors:
         return NO_EXTRAS

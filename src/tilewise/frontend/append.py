@@ -105,8 +105,8 @@ def append(
 def check_call(new: Append) -> None:
     """Checks all arguments but which memory is whose."""
     check_append(new)
-    check_no_grad(*zip(("k_cache", "v_cache", "k", "v"), new[:4]))
-    check_no_grad(("k_descale", new.k_descale), ("v_descale", new.v_descale))
+    check_no_grad(zip(Append._fields[:4], new[:4]))
+    check_no_grad([("k_descale", new.k_descale), ("v_descale", new.v_descale)])
     check_places(new)
 
 

@@ -10,7 +10,7 @@ import torch
 from ..dispatch import check_backend
 from ..errors import HEADS_FIRST, OURS
 from ..features import refuse
-from ..kernels.common.cached import NO_CACHE
+from ..kernels.common.cached import Cached
 from ..kernels.common.quantized import Quantized
 from ..keywords import refuses_others, unexpected
 from ..ops import attention as ops
@@ -22,7 +22,7 @@ from ..tile.dropout_numbers import check_dropout, draw_rng
 from . import invariance, paths
 from .cache_checks import check_cached, is_cached
 from .call import attend_cached, call, launch, launch_step
-from .paths import ONE_BYTE, Fp8Arguments, has_fp8
+from .paths import ONE_BYTE, Fp8Arguments
 from .qkv import in_order, sizes_of
 from .scalars import (
     Window,
@@ -206,42 +206,49 @@ def attention(
     if shards.contexts and shards.is_sharded():
         del unknown  # what is left are the arguments
         return shards.of_shards(**locals())
-    lengths = seqused_k, seqused_q, cu_seqlens_q, cu_seqlens_k
-    descales = k_descale, v_descale
     entry = None
-    of_fp8 = q_descale, out_dtype, backward
-    has_more = not (mask_mod is score_mod is block_mask is None)
-    has_more = has_more or not (q_descale is out_dtype is backward is None)
     # FP8 products have entries of their own
-    has_more = has_more or type(q) is Quantized or getattr(q, "dtype", None) in ONE_BYTE
-    if not has_more and type(dropout_p) in (int, float) and dropout_p == 0:
+    is_fp8 = not (q_descale is out_dtype is backward is None)
+    is_fp8 = is_fp8 or type(q) is Quantized or getattr(q, "dtype", None) in ONE_BYTE
+    is_modified = not (mask_mod is score_mod is block_mask is None)
+    if not (is_fp8 or is_modified) and type(dropout_p) in (int, float) and dropout_p == 0:
         plain = "attention", causal, scale, softcap, split_size, deterministic, layout, return_lse
         plain = *plain, backend, invariance.is_on
         if max_seqlen_q is not None or max_seqlen_k is not None:
             # Of a cache it says which kernels launch; of packed keys, which tile they take
             bound = as_bound if cu_seqlens_k is not None else step_bound
             plain = "attention with bounds", *plain, bound(max_seqlen_q), as_bound(max_seqlen_k)
-        inputs: tuple[Any, Any, Any] = q, k, v
-        tensors = *inputs, page_table, seqused_k, cu_seqlens_q, alibi_slopes, sinks
+        tensors: tuple[Any, ...] = q, k, v, page_table, seqused_k, cu_seqlens_q, alibi_slopes, sinks
         # Those of a decode step first, in its order
-        tensors = *tensors, *descales, out, seqused_q, cu_seqlens_k, bias
+        tensors = *tensors, k_descale, v_descale, out, seqused_q, cu_seqlens_k, bias
         entry, addresses = find(tensors, plain, window, checks_values=True)
         if entry is not None and entry.call is not None:
             if type(entry.call) is Call:
-                optional = alibi_slopes, sinks, *lengths, bias
-                result = launch(entry.call, *inputs, optional, layout)
+                optional = alibi_slopes, sinks, seqused_k, seqused_q, cu_seqlens_q, cu_seqlens_k
+                optional = *optional, bias
+                result = launch(entry.call, (q, k, v), optional=optional, layout=layout)
             else:
                 result = launch_step(entry.call, tensors, addresses, return_lse, layout)
             if result is not None:
                 return result if return_lse else result[0]
-    if isinstance(q, Quantized) or k is None or v is None or has_fp8(q, *of_fp8):
-        unserved = dict(bias=bias, mask_mod=mask_mod, block_mask=block_mask, score_mod=score_mod)
-        unserved |= dict(dropout_p=dropout_p or None, page_table=page_table, split_size=split_size)
-        refuse("fp8", **unserved, out=out)
+    extras = Extras(alibi_slopes, sinks, seqused_k, seqused_q, cu_seqlens_q, cu_seqlens_k)
+    scores: Any = dict(causal=causal, scale=scale, window=window, softcap=softcap)
+    if is_fp8 or isinstance(q, Quantized) or k is None or v is None:
+        if is_modified or dropout_p or not (bias is page_table is split_size is out is None):
+            refused: Any = dict(mask_mod=mask_mod, block_mask=block_mask, score_mod=score_mod)
+            refused |= dict(dropout_p=dropout_p or None, page_table=page_table)
+            refuse("fp8", bias=bias, **refused, split_size=split_size, out=out)
         fp8_arguments = Fp8Arguments(
-            *((q_descale, k_descale, v_descale), lengths, (alibi_slopes, sinks)),
-            *((causal, scale, window, softcap), max_seqlen_q, layout),
-            *(out_dtype, backward, backend),
+            q_descale=q_descale,
+            k_descale=k_descale,
+            v_descale=v_descale,
+            extras=extras,
+            **scores,
+            max_seqlen_q=max_seqlen_q,
+            layout=layout,
+            out_dtype=out_dtype,
+            backward=backward,
+            backend=backend,
         )
         check_bounds(max_seqlen_q, max_seqlen_k)
         check_flag("deterministic", deterministic)
@@ -258,19 +265,11 @@ def attention(
         unserved |= dict(block_mask=block_mask, score_mod=score_mod, dropout_p=dropout_p or None)
         refuse("cached", **unserved)
         check_backend(backend)
-        cache_tensors = q, k, v, page_table, seqused_k, cu_seqlens_q, alibi_slopes, sinks, *descales
-        cached = check_cached(
-            NO_CACHE.of_tensors(cache_tensors)._replace(
-                backend=backend, entry=entry, longest=longest_of(max_seqlen_q)
-            ),
-            causal=causal,
-            scale=scale,
-            window=window,
-            softcap=softcap,
-            split_size=split_size,
-            mask_mod=mask_mod,
-            layout=layout,
-        )
+        cached = Cached(q, k, v, page_table, extras=extras, backend=backend, entry=entry)
+        cached = cached._replace(k_descale=k_descale, v_descale=v_descale)
+        cached = cached._replace(longest=longest_of(max_seqlen_q))
+        options: Any = scores | dict(split_size=split_size, mask_mod=mask_mod, layout=layout)
+        cached = check_cached(cached, **options)
         is_cache = out is not None or is_cached(k, page_table, cu_seqlens_q, cu_seqlens_k)
         if not is_cache and ops.needs_grad(cached.q, cached.k, cached.v, sinks):
             out, lse = cache_ops.train(cached, check_flag("deterministic", deterministic))
@@ -286,7 +285,8 @@ def attention(
     limits = band(window, causal is not False)
     sizes = sizes_of(q, k, cu_seqlens_q)
     block_mask = paths.check_block_mask(block_mask, sizes, is_packed, limits != (OPEN, OPEN))
-    positions = *lengths, alibi_slopes, bias, mask_mod, score_mod, dropout_p or None
+    positions = seqused_k, seqused_q, cu_seqlens_q, cu_seqlens_k, alibi_slopes, bias
+    positions = *positions, mask_mod, score_mod, dropout_p or None
     documents, batch = None, q.shape[0]
     if block_mask is not None and all(x is None for x in positions):
         documents = block_mask.documents_in(q, k, v)
@@ -295,20 +295,22 @@ def attention(
         if documents.are_many:
             if batch > 1:
                 q, k, v = (x.flatten(0, 1)[None] for x in (q, k, v))
-            lengths = None, None, documents.cu_seqlens, documents.cu_seqlens
-            max_seqlen_q = documents.longest
+            starts, max_seqlen_q = documents.cu_seqlens, documents.longest
+            extras = extras._replace(cu_seqlens_q=starts, cu_seqlens_k=starts)
     modifiers = paths.modifiers_of(mask_mod, score_mod, block_mask, sizes)
     rng = dropout_rng if dropout_p else None
-    extras = Extras(alibi_slopes, sinks, *lengths, bias, rng, modifiers.captured)
+    extras = extras._replace(bias=bias, dropout_rng=rng, captured=modifiers.captured)
     out, lse = call(
-        *(q, k, v),
+        q,
+        k,
+        v,
         extras=extras,
         numbers=(scale, softcap, dropout_p),
         window=(align, *limits),
         deterministic=deterministic,
         backend=backend,
         mods=modifiers.mods,
-        is_long=lengths[2] is not None and is_long(max_seqlen_q),
+        is_long=extras.cu_seqlens_q is not None and is_long(max_seqlen_q),
         words=OURS if layout == "bshd" else HEADS_FIRST,
         entry=entry,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -60,7 +60,7 @@ def check_cached(
             f"causal={causal!r} with a cache: the queries are the last ones of their sequence, so "
             "it must be False, True or 'bottom_right'"
         )
-    limits = band(window, causal is not False)
+    left, right = band(window, causal is not False)
     _check_lengths(q, k, page_table, extras)
     batch = batch_of(q, cu_seqlens_q)
     modifiers = paths.modifiers_of(mask_mod, None, None, (batch, q.shape[-2], 0, 0))
@@ -73,7 +73,8 @@ def check_cached(
         check_device("mask_mod has a tensor", x, "q", q, " (Mask.to)", verb="")
     k_descale = check_descale("k_descale", cached.k_descale, ("k", k), batch, layout)
     v_descale = check_descale("v_descale", cached.v_descale, ("v", v), batch, layout)
-    scalars = Scalars(*check_numbers(scale, softcap, q.shape[-1], q.dtype), *limits)
+    scale, softcap = check_numbers(scale, softcap, headdim=q.shape[-1], dtype=q.dtype)
+    scalars = Scalars(scale, softcap, left, right)
     cached = cached._replace(q=q, k=k, v=v, k_descale=k_descale, v_descale=v_descale)
     cached = cached._replace(extras=extras, scalars=scalars, mask=modifiers.mods.mask)
     cached = cached._replace(split_size=check_split_size(split_size, q.shape[-2] // k.shape[2]))
@@ -86,8 +87,8 @@ def check_cached_values(cached: Cached, names: tuple[str, str] = LENGTHS) -> Non
     starts, q, left = cached.extras.cu_seqlens_q, cached.q, cached.scalars.left
     if starts is not None and knows_values(starts):
         check_starts("cu_seqlens_q", starts, q.shape[0], "queries")
-    keys = cached.k, cached.page_table, cached.extras.seqused_k
-    check_reach(*keys, names=names, read=last_read(q, starts, left))
+    used, read = cached.extras.seqused_k, last_read(q, starts, left)
+    check_reach(cached.k, cached.page_table, used, names=names, read=read)
 
 
 def _in_order(
@@ -271,9 +272,9 @@ def check_descale(
     return ordered
 
 
-def check_no_grad(*tensors: tuple[str, Tensor | None]) -> None:
+def check_no_grad(named: Iterable[tuple[str, Tensor | None]]) -> None:
     """Refuses tensors that require a gradient."""
-    for name, x in tensors:
+    for name, x in named:
         if x is not None and x.requires_grad and torch.is_grad_enabled():
             raise NotImplementedError(
                 f"{name}.requires_grad: a call with a cache has no gradient, because the cache is "

@@ -27,21 +27,22 @@ Tensor = torch.Tensor
 
 def launch(
     call: Call,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    inputs: tuple[Any, Any, Any],
+    *,
     optional: Sequence[Tensor | None],
     layout: str,
     words: Words = OURS,
 ) -> tuple[Tensor, Tensor]:
-    """`out` and `lse` of a cached call, of tensors in `layout`; `optional` are the first Extras."""
-    extras, is_packed = NO_EXTRAS, call.problem.is_packed
+    """`out` and `lse` of a cached call, of q, k and v in `layout`; `optional` are the first
+    Extras.
+    """
+    (q, k, v), extras, is_packed = inputs, NO_EXTRAS, call.problem.is_packed
     if is_packed:
         q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
     elif layout == "bhsd":
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     if call.has_extras:
-        extras = extras_of(*optional)
+        extras = extras_of(optional)
         if q.is_cpu:
             check_values(q, k, extras, words)
     out, lse = ops.launch(call, q, k, v, extras)
@@ -82,7 +83,7 @@ def launch_step(
 
 def attend_cached(cached: Cached, out: Tensor | None, layout: str) -> tuple[Tensor, Tensor]:
     """A checked call with a cache, without a gradient; `out` as it was given."""
-    check_no_grad(*zip(cache_ops.TENSORS, cached.tensors), ("out", out))
+    check_no_grad([*zip(cache_ops.TENSORS, cached.tensors), ("out", out)])
     if out is None:
         out, lse = cache_ops.attention(cached)
         return out.transpose(1, 2) if layout == "bhsd" else out, lse
@@ -132,19 +133,19 @@ def call(
     deterministic = check_flag("deterministic", deterministic)
     dispatch.check_backend(backend)
     tensors = q, k, v, *extras.tensors
-    needs_dispatcher = ops.needs_dispatcher(*tensors)
+    needs_dispatcher = ops.needs_dispatcher(tensors)
     if needs_dispatcher or is_any_autocast_on():
         q, k, v = ops.autocast(q, k, v)
         extras = extras._replace(bias=cast_bias(extras.bias, q))
         tensors = q, k, v, *extras.tensors
     if not needs_dispatcher and has_lazy(tensors):
         q, k, v, *optional = tensors = resolved(tensors)
-        extras = extras_of(*optional)
+        extras = extras_of(optional)
     options: Any = dict(numbers=numbers[:2], align=window[0], window=window[1:], mods=mods)
     options |= dict(deterministic=deterministic, dropout_p=numbers[2], is_long=is_long)
     if entry is None and not needs_dispatcher and may_keep(numbers):
         flags = deterministic, mods, is_long, backend
-        entry = entry_of(tensors, *numbers, *window, *flags)
+        entry = entry_of(tensors, (numbers, window, flags))
     checked = None if entry is None else entry.call  # a compiler would watch the table
     if checked is None:
         checked = check(q, k, v, extras=extras, words=words, **options)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch._C._functorch import peek_interpreter_stack
@@ -38,17 +39,17 @@ def check(
     words: Words = OURS,
 ) -> Call:
     """The call of tensors in (batch, seqlen, nheads, headdim) order, but for values of lengths."""
+    (left, right), (scale, softcap) = window, numbers
     check_tensors(q, k, v, words)
     check_extras(q, k, extras, words)
     check_dropout(dropout_p)
     if deterministic and mods.score:
         check_order(take_apart(mods, extras.captured).score)
-    scale, softcap = check_numbers(*numbers, q.shape[3], q.dtype, words)
-    scalars = Scalars(scale, softcap, *window, float(dropout_p))
-    has_bias_grad = extras.bias is not None and extras.bias.requires_grad
-    flags = align, deterministic, mods, has_bias_grad, is_long
-    problem = describe(q, k, v, extras, scalars, *flags)
-    return Call(problem, scalars)
+    scale, softcap = check_numbers(scale, softcap, headdim=q.shape[3], dtype=q.dtype, words=words)
+    scalars = Scalars(scale, softcap, left, right, float(dropout_p))
+    flags: Any = dict(align=align, deterministic=deterministic, mods=mods, is_long=is_long)
+    flags["has_bias_grad"] = extras.bias is not None and extras.bias.requires_grad
+    return Call(describe(q, k, v, extras=extras, scalars=scalars, **flags), scalars)
 
 
 def check_extras(q: Tensor, k: Tensor, extras: Extras, words: Words = OURS) -> None:

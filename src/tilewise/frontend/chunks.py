@@ -18,11 +18,10 @@ from ..errors import ArgumentError
 from ..mods.compilers import gives_constant
 from ..mods.flat import NO_MODIFIERS, FlatMods
 from ..mods.masks import Mask, chunked, mask
-from ..problem import OPEN, Mods
+from ..problem import OPEN, Extras, Mods
 from .scalars import as_int
 
 Tensor = torch.Tensor
-Lengths = tuple[Tensor | None, Tensor | None, Tensor, Tensor]
 
 
 def check_chunk(chunk: Any) -> int:
@@ -52,13 +51,17 @@ def chunk_of_batch(chunk: int, q: Tensor, k: Tensor) -> FlatMods:
     return _modifiers(chunk, diagonal)
 
 
-def chunk_of_packed(chunk: int, lengths: Lengths) -> FlatMods:
-    """The mask of chunks for packed sequences, of seqused_k and _q and of cu_seqlens_q and _k; it
-    stays on the device. What is wrong with those is for their own checks to say.
+def chunk_of_packed(chunk: int, extras: Extras) -> FlatMods:
+    """The mask of chunks for packed sequences, by their lengths; it stays on the device. What is
+    wrong with those is for their own checks to say.
     """
-    used_k, used_q, starts_q, starts_k = lengths
+    used_k, used_q = extras.seqused_k, extras.seqused_q
+    starts_q, starts_k = extras.cu_seqlens_q, extras.cu_seqlens_k
+    if starts_q is None or starts_k is None:
+        return NO_MODIFIERS
     if not chunk or (starts_q is starts_k and used_q is used_k):
         return _modifiers(chunk, None)
+    lengths = used_k, used_q, starts_q, starts_k
     there = [x for x in lengths if x is not None]
     if any(not isinstance(x, Tensor) or x.dim() != 1 for x in there):
         return NO_MODIFIERS

@@ -12,14 +12,15 @@ from ..errors import ArgumentError, Words
 from ..features import refuse
 from ..kernels.common.quantized import Quantized
 from ..keywords import refuses_others, unexpected
+from ..mods.masks import chunked
 from ..ops import context_parallel as shards
 from ..ops.calls import find
 from ..problem import Extras
 from ..tile.dropout_numbers import check_dropout, draw_rng
-from . import fp8, sharded
+from . import fp8
+from .attention import attention
 from .call import call, launch
 from .chunks import check_chunk, chunk_band, chunk_of_batch, chunk_of_packed
-from .kv_cache import varlen_of_pages
 from .paths import Fp8Arguments, has_fp8
 from .qkv import check_rank, in_order, with_contiguous_rows
 from .scalars import Window, as_bound, as_int, band, check_bounds, check_flag, is_long, longest_of
@@ -27,6 +28,7 @@ from .scalars import Window, as_bound, as_int, band, check_bounds, check_flag, i
 Tensor = torch.Tensor
 WORDS = Words(
     scale="softmax_scale",
+    window="window_size",
     sinks="learnable_sink",
     shape="(batch, seqlen, nheads, headdim)",
     order="where nheads comes before seqlen, pass them transposed",
@@ -105,42 +107,66 @@ def flash_attn_func(
         raise unexpected("tilewise.flash_attn_func", unknown)
     inputs: tuple[Any, Any, Any] = q, k, v
     flags = causal, softcap, deterministic, return_attn_probs, return_lse, num_splits, pack_gqa
-    score_args = alibi_slopes, learnable_sink
-    descales = q_descale, k_descale, v_descale
-    fp8_arguments = *descales, out_dtype
-    if shards.contexts and shards.is_sharded() and not has_fp8(q, *fp8_arguments):
-        _check_hints(num_splits, pack_gqa)
-        numbers = dropout_p, softmax_scale, softcap
-        options = causal, window_size, deterministic, attention_chunk
-        out, lse = sharded.flash_attn(inputs, score_args, numbers, *options)
-        return _returned(out, lse, return_attn_probs, return_lse)
-    entry = None
     has_more = not (q_descale is k_descale is v_descale is out_dtype is None)
+    if shards.contexts and shards.is_sharded() and not (has_more or has_fp8(q)):
+        _check_hints(num_splits, pack_gqa)
+        if attention_chunk:
+            raise NotImplementedError(
+                "attention_chunk inside tilewise.distributed.context_parallel: pass "
+                "mask_mod=tilewise.mods.chunked(size) to tilewise.attention"
+            )
+        out, lse = shards.of_shards(
+            q=q,
+            k=k,
+            v=v,
+            causal=check_flag("causal", causal),
+            scale=softmax_scale,
+            window=window_size,
+            softcap=softcap,
+            alibi_slopes=alibi_slopes,
+            sinks=learnable_sink,
+            dropout_p=dropout_p,
+            deterministic=deterministic,
+            return_lse=True,
+        )
+        return _returned(out, lse, return_attn_probs, return_lse)
+    entry, optional = None, (alibi_slopes, learnable_sink)
     if not has_more and is_plain(dropout_p, attention_chunk):
         plain = "flash_attn", softmax_scale, *flags
-        entry, _ = find((q, k, v, *score_args), plain, window_size)
+        entry, _ = find((*inputs, *optional), plain, window_size)
         if entry is not None and entry.call is not None:
-            out, lse = launch(entry.call, *inputs, score_args, "bshd")
+            out, lse = launch(entry.call, inputs, optional=optional, layout="bshd")
             return (out, lse, None) if return_attn_probs else (out, lse) if return_lse else out
     _check_hints(num_splits, pack_gqa)
-    if isinstance(q, Quantized) or k is None or v is None or has_fp8(q, *fp8_arguments):
+    extras = Extras(alibi_slopes, learnable_sink)
+    if has_more or k is None or v is None or has_fp8(q) or isinstance(q, Quantized):
         check_flag("deterministic", deterministic)
-        outputs = _attend_fp8(
-            *(inputs, descales, (None, None, None, None), score_args),
-            *((_flag(causal), softmax_scale, window_size, softcap), None, out_dtype),
-            dict(dropout_p=dropout_p or None, attention_chunk=attention_chunk or None),
+        refuse("fp8", dropout_p=dropout_p or None, attention_chunk=attention_chunk or None)
+        fp8_arguments = Fp8Arguments(
+            q_descale,
+            k_descale,
+            v_descale,
+            extras=extras,
+            causal=_flag(causal),
+            scale=softmax_scale,
+            window=window_size,
+            softcap=softcap,
+            out_dtype=out_dtype,
+            words=WORDS,
         )
-        return _returned(*outputs, return_attn_probs, return_lse)
+        out, lse = fp8.attend(q, k, v, fp8_arguments)
+        return _returned(out, lse, return_attn_probs, return_lse)
     q, k, v = with_contiguous_rows(zip("qkv", inputs))
     check_rank(q, k, v, WORDS)
     if not all(x is y for x, y in zip(inputs, (q, k, v))):
         entry = None  # what is launched are others
     chunk = check_chunk(attention_chunk)
     chunks = chunk_of_batch(chunk, q, k)
-    rng = _rng(dropout_p, q)
     out, lse = call(
-        *(q, k, v),
-        extras=Extras(*score_args, dropout_rng=rng, captured=chunks.captured),
+        q,
+        k,
+        v,
+        extras=extras._replace(dropout_rng=_rng(dropout_p, q), captured=chunks.captured),
         numbers=(softmax_scale, softcap, dropout_p),
         window=_window(window_size, causal, chunk),
         deterministic=deterministic,
@@ -220,57 +246,78 @@ def flash_attn_varlen_func(
         raise unexpected("tilewise.flash_attn_varlen_func", unknown)
     if cu_seqlens_q is None or cu_seqlens_k is None:
         raise ArgumentError("cu_seqlens_q and cu_seqlens_k say where sequences begin: pass both")
-    lengths = seqused_k, seqused_q, cu_seqlens_q, cu_seqlens_k
     inputs: tuple[Any, Any, Any] = q, k, v
     flags = causal, softcap, deterministic, return_attn_probs, return_lse, num_splits, pack_gqa
     bounds = as_bound(max_seqlen_q), as_bound(max_seqlen_k)
-    score_args = alibi_slopes, learnable_sink
-    descales = q_descale, k_descale, v_descale
-    entry = None
+    entry, optional = None, (alibi_slopes, learnable_sink, seqused_k, seqused_q)
+    optional = *optional, cu_seqlens_q, cu_seqlens_k
     has_more = not (block_table is q_descale is k_descale is v_descale is out_dtype is None)
     if not has_more and is_plain(dropout_p, attention_chunk):
         plain = "flash_attn_varlen", softmax_scale, *bounds, *flags
-        tensors = q, k, v, *score_args, *lengths
-        entry, _ = find(tensors, plain, window_size, checks_values=True)
+        entry, _ = find((*inputs, *optional), plain, window_size, checks_values=True)
         if entry is not None and entry.call is not None:
-            out, lse = launch(entry.call, *inputs, tensors[3:], "bshd", WORDS)
+            out, lse = launch(entry.call, inputs, optional=optional, layout="bshd", words=WORDS)
             return (out, lse, None) if return_attn_probs else (out, lse) if return_lse else out
     check_bounds(max_seqlen_q, max_seqlen_k)
     _check_hints(num_splits, pack_gqa)
-    of_keys = descales[1:] if block_table is None else ()  # pages have scales over 16-bit q, too
-    fp8_arguments = q_descale, out_dtype, *of_keys
-    if isinstance(q, Quantized) or k is None or v is None or has_fp8(q, *fp8_arguments):
+    extras = Extras(alibi_slopes, learnable_sink, seqused_k, seqused_q, cu_seqlens_q, cu_seqlens_k)
+    is_fp8 = not (q_descale is out_dtype is None) or k is None or v is None or has_fp8(q)
+    if block_table is None:  # pages have scales over 16-bit q, too
+        is_fp8 = is_fp8 or not (k_descale is v_descale is None)
+    if is_fp8 or isinstance(q, Quantized):
         check_flag("deterministic", deterministic)
-        refused = dict(dropout_p=dropout_p or None, attention_chunk=attention_chunk or None)
-        outputs = _attend_fp8(
-            *(inputs, descales, lengths, score_args),
-            *((_flag(causal), softmax_scale, window_size, softcap), max_seqlen_q, out_dtype),
-            refused | dict(block_table=block_table),
+        unserved = dict(dropout_p=dropout_p or None, attention_chunk=attention_chunk or None)
+        refuse("fp8", **unserved, block_table=block_table)
+        fp8_arguments = Fp8Arguments(
+            q_descale,
+            k_descale,
+            v_descale,
+            extras=extras,
+            causal=_flag(causal),
+            scale=softmax_scale,
+            window=window_size,
+            softcap=softcap,
+            max_seqlen_q=max_seqlen_q,
+            out_dtype=out_dtype,
+            words=WORDS,
         )
-        return _returned(*outputs, return_attn_probs, return_lse)
+        out, lse = fp8.attend(q, k, v, fp8_arguments)
+        return _returned(out, lse, return_attn_probs, return_lse)
     q, k, v = with_contiguous_rows(zip("qkv", inputs))
     if not all(x is y for x, y in zip(inputs, (q, k, v))):
         entry = None  # what is launched are others
     if block_table is not None:
         refuse("cached", seqused_q=seqused_q, dropout_p=dropout_p or None)
-        used_k = cu_seqlens_k.diff() if seqused_k is None else seqused_k
-        outputs = varlen_of_pages(
-            (q, k, v, block_table, used_k, cu_seqlens_q, *score_args, *descales[1:]),
+        shards.refuse_shards()
+        chunk = check_chunk(attention_chunk)
+        out, lse = attention(
+            q,
+            k,
+            v,
+            page_table=block_table,
+            seqused_k=cu_seqlens_k.diff() if seqused_k is None else seqused_k,
+            cu_seqlens_q=cu_seqlens_q,
+            max_seqlen_q=longest_of(max_seqlen_q) or None,
+            alibi_slopes=alibi_slopes,
+            sinks=learnable_sink,
+            k_descale=k_descale,
+            v_descale=v_descale,
             causal=_flag(causal),
             scale=softmax_scale,
-            window_size=window_size,
+            window=chunk_band(chunk, band(window_size, _flag(causal), "window_size")),
             softcap=softcap,
-            attention_chunk=attention_chunk,
-            longest=longest_of(max_seqlen_q),
+            mask_mod=chunked(chunk) if chunk else None,
+            return_lse=True,
         )
-        return _returned(*outputs, return_attn_probs, return_lse)
+        return _returned(out, lse, return_attn_probs, return_lse)
     q, k, v = in_order(q, k, v, "bshd", True)
     chunk = check_chunk(attention_chunk)
-    chunks = chunk_of_packed(chunk, lengths)
-    rng = _rng(dropout_p, q)
+    chunks = chunk_of_packed(chunk, extras)
     out, lse = call(
-        *(q, k, v),
-        extras=Extras(*score_args, *lengths, None, rng, chunks.captured),
+        q,
+        k,
+        v,
+        extras=extras._replace(dropout_rng=_rng(dropout_p, q), captured=chunks.captured),
         numbers=(softmax_scale, softcap, dropout_p),
         window=_window(window_size, causal, chunk),
         deterministic=deterministic,
@@ -280,22 +327,6 @@ def flash_attn_varlen_func(
         entry=entry,
     )
     return _returned(out.squeeze(0), lse.squeeze(0), return_attn_probs, return_lse)
-
-
-def _attend_fp8(
-    inputs: tuple[Any, Any, Any],
-    descales: tuple[Tensor | None, Tensor | None, Tensor | None],
-    lengths: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
-    score_args: tuple[Tensor | None, Tensor | None],
-    numbers: tuple[bool, float | None, Window, float],
-    max_seqlen_q: int | None,
-    out_dtype: torch.dtype | None,
-    refused: dict[str, Any],
-) -> tuple[Tensor, Tensor]:
-    refuse("fp8", **refused)
-    given = Fp8Arguments(descales, lengths, score_args, numbers, max_seqlen_q, out_dtype=out_dtype)
-    given = given._replace(words=WORDS, window_name="window_size")
-    return fp8.attend(*inputs, given)
 
 
 def is_plain(dropout_p: float, attention_chunk: int) -> bool:

@@ -55,18 +55,18 @@ def flash_attn_qkvpacked_func(
     if unknown:
         raise unexpected("tilewise.flash_attn_qkvpacked_func", unknown)
     q, k, v = _unpack("qkv", qkv, 3)
-    flags = (
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-    )
     return flash_attn_func(
-        *(q, k, v, *flags),
+        q,
+        k,
+        v,
+        dropout_p=dropout_p,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        deterministic=deterministic,
+        return_attn_probs=return_attn_probs,
         return_lse=return_lse,
         learnable_sink=learnable_sink,
         attention_chunk=attention_chunk,
@@ -119,18 +119,18 @@ def flash_attn_kvpacked_func(
     if unknown:
         raise unexpected("tilewise.flash_attn_kvpacked_func", unknown)
     k, v = _unpack("kv", kv, 2)
-    flags = (
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-    )
     return flash_attn_func(
-        *(q, k, v, *flags),
+        q,
+        k,
+        v,
+        dropout_p=dropout_p,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        deterministic=deterministic,
+        return_attn_probs=return_attn_probs,
         return_lse=return_lse,
         learnable_sink=learnable_sink,
         attention_chunk=attention_chunk,

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any, Never
 
 import torch
 
-from ..errors import ArgumentError, Words, a_type
+from ..errors import ArgumentError, a_type
 from ..keywords import refuses_others, unexpected
 from ..mods.block_mask import BlockMask
 from ..mods.compilers import share_batch
 from ..mods.flatten import check_block_mask, modifiers_of
 from ..mods.scores import ScoreFunction
 from ..problem import OPEN, Extras
+from . import sdpa
 from .broadcasting import batched, with_positive_scale
 from .call import call
 from .qkv import check_rank
@@ -27,13 +28,7 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import AuxRequest
 
 Tensor = torch.Tensor
-WORDS = Words(
-    *("query", "key", "value"),
-    captured="score_mod or block_mask has a tensor",
-    shape="(batch, nheads, seqlen, headdim)",
-    is_heads_first=True,
-    order="",
-)
+WORDS = sdpa.WORDS._replace(captured="score_mod or block_mask has a tensor")
 
 
 @refuses_others("tilewise.flex_attention")
@@ -104,7 +99,9 @@ def flex_attention(
     modifiers = modifiers_of(None, score_mod, block_mask, sizes)
     query, scale = with_positive_scale(x.query, scale, WORDS)
     out, lse = call(
-        *(t.transpose(1, 2) for t in (query, x.key, x.value)),
+        query.transpose(1, 2),
+        x.key.transpose(1, 2),
+        x.value.transpose(1, 2),
         extras=Extras(captured=modifiers.captured),
         numbers=(scale, None, 0.0),
         window=("bottom_right", OPEN, OPEN),

@@ -13,7 +13,7 @@ from ..kernels.common.quantized import Quantized, Scales
 from ..ops import fp8 as ops
 from ..ops.attention import needs_dispatcher
 from ..ops.calls import find
-from ..problem import Call, Extras, Scalars
+from ..problem import Call, Scalars
 from ..tile.quantize import is_one_byte
 from .checks import check_extras, check_values
 from .fp8_checks import (
@@ -47,38 +47,36 @@ def attend(
     q: Any, k: Any, v: Any, given: Fp8Arguments, wants_lse: bool = True
 ) -> tuple[Tensor, Tensor]:
     """`out` and `lse` in the order of the caller; `lse` is right where it is wanted."""
-    is_quantized = isinstance(q, Quantized)
+    extras, is_quantized = given.extras, isinstance(q, Quantized)
     if is_quantized:
         if not (k is v is None):
             raise ArgumentError(
                 "k and v with a Quantized, which holds all three: pass it in place of q, and "
                 "None for k and v"
             )
-        for name, scale in zip(("q_descale", "k_descale", "v_descale"), given.descales):
-            if scale is not None:
-                raise ArgumentError(
-                    f"{name} with a Quantized, which holds its scales: leave it out, or pass it "
-                    "to tilewise.quantize in scales="
-                )
+        if not (given.q_descale is given.k_descale is given.v_descale is None):
+            name = next(name for name, x in zip(Fp8Arguments._fields, given) if x is not None)
+            raise ArgumentError(
+                f"{name} with a Quantized, which holds its scales: leave it out, or pass it to "
+                "tilewise.quantize in scales="
+            )
         inputs = q.q, q.k, q.v_t, *q.scales, q.k_mean, q.v_mean, q.v_drift, *(q.source or ())[:3]
     else:
-        inputs = q, k, v, *given.descales
-    causal, scale, window, softcap = given.numbers
-    plain = "fp8", is_quantized, causal, scale, softcap, given.layout, given.backward
-    plain = *plain, given.backend, str(given.out_dtype), as_bound(given.max_seqlen_q)
-    tensors = *inputs, *given.score_args, *given.lengths
-    entry, _ = find(tensors, plain, window, checks_values=True)
+        inputs = q, k, v, *given[:3]
+    plain = "fp8", is_quantized, given.causal, given.scale, given.softcap, given.layout
+    plain = *plain, given.backward, given.backend, str(given.out_dtype)
+    plain = *plain, as_bound(given.max_seqlen_q)
+    entry, _ = find((*inputs, *extras[:6]), plain, given.window, checks_values=True)
     checked = None if entry is None else entry.call
-    is_packed = given.lengths[2] is not None or given.lengths[3] is not None
+    is_packed = extras.cu_seqlens_q is not None or extras.cu_seqlens_k is not None
     if is_quantized:
         x = _as_batch(q, is_packed, given.layout)
     else:
         x = _of_raw(q, k, v, given, is_packed, checked is None)
     names = ("scales.q", "scales.k") if is_quantized else ("q_descale", "k_descale")
     check_signs(zip(names, x.scales))
-    extras = Extras(*given.score_args, *given.lengths)
     if checked is None:
-        checked = check(x, is_quantized, extras, given)
+        checked = check(x, is_quantized, given)
         if entry is not None:
             entry.call = checked
     if checked.has_extras and (entry is None or x.q.is_cpu):
@@ -110,21 +108,21 @@ def _of_raw(
             refuse_sixteen_bits(q, given.words)
     q, k, v = in_order(q, k, v, given.layout, is_packed)
     if is_new:
-        check_raw(q, k, v, given.descales, given.words)
-    starts = given.lengths[2]
+        check_raw(q, k, v, descales=given[:3], words=given.words)
+    starts = given.extras.cu_seqlens_q
     sequences = q.shape[0] if starts is None else starts.shape[0] - 1
     one: Any = None
-    if any(x is None for x in given.descales):
+    if any(x is None for x in given[:3]):
         one = ones_of(k, sequences)
-    named = zip(("q_descale", "k_descale", "v_descale"), given.descales)
-    scales = (one if x is None else descale(name, x, k, sequences) for name, x in named)
-    return Quantized(q, k, v, Scales(*scales))
+    named = zip(Fp8Arguments._fields, given[:3])
+    scales = [one if x is None else descale(name, x, k, sequences) for name, x in named]
+    return Quantized(q, k, v, Scales._make(scales))
 
 
 def ones_of(k: Tensor, sequences: int) -> Tensor:
     """Scales of 1: on a GPU without a launch of their own."""
     count = sequences * k.shape[2]
-    if k.is_cuda and not needs_dispatcher(k) and (filled := ones(count, k.device)) is not None:
+    if k.is_cuda and not needs_dispatcher((k,)) and (filled := ones(count, k.device)) is not None:
         return filled.view(sequences, k.shape[2])
     return k.new_ones(sequences, k.shape[2], dtype=torch.float32)
 
@@ -146,25 +144,27 @@ def _as_batch(x: Quantized, is_packed: bool, layout: str) -> Quantized:
     return x._replace(q=x.q.unsqueeze(0), k=x.k.unsqueeze(0), v_t=x.v_t.unsqueeze(0))
 
 
-def check(x: Quantized, is_quantized: bool, extras: Extras, given: Fp8Arguments) -> Call:
+def check(x: Quantized, is_quantized: bool, given: Fp8Arguments) -> Call:
     """The call of 4-dimensional tensors."""
+    extras, words = given.extras, given.words
     dispatch.check_backend(given.backend)
     check_layout(given.layout)
     check_bounds(given.max_seqlen_q)
-    causal, scale, window, softcap = given.numbers
-    align = check_causal(causal)
-    sides = band(window, causal is not False, given.window_name)
+    align = check_causal(given.causal)
+    left, right = band(given.window, given.causal is not False, words.window)
     out_dtype = check_out_dtype(given.out_dtype)
-    check_extras(x.q, x.k, extras, given.words)
+    check_extras(x.q, x.k, extras, words)
     starts = extras.cu_seqlens_q
     sequences = x.q.shape[0] if starts is None else starts.shape[0] - 1
     if is_quantized:
         check_quantized(x, sequences)
         refuse_grad(zip(("q", "k", "v_t"), x[:3]))
-    numbers = check_numbers(scale, softcap, x.q.shape[3], torch.float32, given.words)
-    check_shift(x, numbers[1], extras.sinks)
+    scale, softcap = check_numbers(
+        given.scale, given.softcap, headdim=x.q.shape[3], dtype=torch.float32, words=words
+    )
+    check_shift(x, softcap, extras.sinks)
     needs_grad = check_backward(x if is_quantized else None, given.backward, extras.sinks)
-    scalars = Scalars(*numbers, *sides)
+    scalars = Scalars(scale, softcap, left, right)
     headdim_v = x.v_t.shape[2 if is_quantized else 3]
     flags = align, extras.cu_seqlens_q is not None and is_long(given.max_seqlen_q)
     problem = ops.problem_of(x.q, x.k, headdim_v, extras, scalars, flags)

@@ -300,7 +300,7 @@ def flash_attn_combine(
             raise ArgumentError(
                 f"out has shape {tuple(out.shape)}: it must be {tuple(out_partial.shape[1:])}"
             )
-        if not needs_dispatcher(out):
+        if not needs_dispatcher((out,)):
             check_written("out", out)
     exact = torch.promote_types(out_partial.dtype, torch.float32)
     acc_o, m_i = out_partial.to(exact), lse_partial.to(exact).unsqueeze(-1)
@@ -313,23 +313,6 @@ def flash_attn_combine(
     if out is not None:
         return out.copy_(merged), lse
     return merged.to(out_partial.dtype if out_dtype is None else out_dtype), lse
-
-
-def varlen_of_pages(
-    tensors: tuple[Tensor | None, ...],
-    *,
-    causal: bool,
-    scale: float | None,
-    window_size: Window,
-    softcap: float = 0.0,
-    attention_chunk: int = 0,
-    longest: int = 0,
-) -> tuple[Tensor, Tensor]:
-    """`flash_attn_varlen_func` over pages, of `Cached.tensors`."""
-    chunk = check_chunk(attention_chunk)
-    window = chunk_band(chunk, band(window_size, causal, "window_size"))
-    options: Any = dict(causal=causal, scale=scale, window=window, softcap=softcap, longest=longest)
-    return _attend((*tensors, None), mask_mod=chunked(chunk) if chunk else None, **options)
 
 
 def _attend(

@@ -35,7 +35,7 @@ def append_new(call: AppendedCall, used: Tensor | None, is_kept: bool) -> Append
         return append_apart(call, used)
     counted = call.before if used is None else used
     check_call(call.append._replace(seqused_k=counted, rotary=None))
-    check_no_grad(("q", call.q))
+    check_no_grad([("q", call.q)])
     if call.leftpad is not None and used is not None:
         _check_leftpad(call.leftpad, used)
     prologue, step = append_ops.prepare(call, is_kept)
@@ -76,7 +76,8 @@ def append_apart(call: AppendedCall, used: Tensor | None) -> Appended:
     if call.leftpad is None:
         return Appended(q, used, call.page_table)
     rows = None if call.rows is None else call.rows.squeeze(1)
-    return Appended(q, *without_padding(call.k_cache, used, rows, call.leftpad))
+    used, table = without_padding(call.k_cache, used, rows, call.leftpad)
+    return Appended(q, used, table)
 
 
 def check_rotation(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor | None) -> None:

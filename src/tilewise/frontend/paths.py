@@ -12,6 +12,7 @@ import torch
 from ..errors import OURS, Words
 from ..kernels.common.quantized import Quantized
 from ..mods.flat import FlatMods
+from ..problem import Extras
 from .scalars import Window
 
 if TYPE_CHECKING:
@@ -30,24 +31,24 @@ ONE_BYTE = frozenset(
 class Fp8Arguments(NamedTuple):
     """The arguments of a call with FP8 products, but for q, k and v."""
 
-    descales: tuple[Tensor | None, Tensor | None, Tensor | None]
-    lengths: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-    score_args: tuple[Tensor | None, Tensor | None]  # alibi_slopes and sinks
-    numbers: tuple[bool | str, float | None, Window, float | None]  # and scale, window, softcap
+    q_descale: Tensor | None
+    k_descale: Tensor | None
+    v_descale: Tensor | None
+    extras: Extras  # alibi_slopes, sinks and lengths
+    causal: bool | str
+    scale: float | None
+    window: Window
+    softcap: float | None
     max_seqlen_q: Any = None
     layout: str = "bshd"
     out_dtype: torch.dtype | None = None
     backward: str | None = None
     backend: str | None = None
     words: Words = OURS
-    window_name: str = "window"
 
 
-def has_fp8(q: Any, *others: Any) -> bool:
-    """Whether a call is one with FP8 products: by its q, or as it has arguments of such calls."""
-    for x in others:
-        if x is not None:
-            return True
+def has_fp8(q: Any) -> bool:
+    """Whether a call is one with FP8 products, by its q."""
     return type(q) is Quantized or getattr(q, "dtype", None) in ONE_BYTE
 
 

@@ -127,9 +127,9 @@ def quantize(
         quantized = ops.quantize(call, inputs, checked_scales, lengths, rotary)
     if is_packed:
         quantized = quantized._replace(q=quantized.q[0], k=quantized.k[0], v_t=quantized.v_t[0])
-    has_lengths = any(x is not None for x in lengths)
+    has_lengths = not (cu_seqlens_q is cu_seqlens_k is seqused_q is seqused_k is None)
     # Dynamo of torch 2.11 returns no tuple of `_replace`
-    return Quantized(*quantized[:7], source=source, lengths=lengths if has_lengths else None)
+    return Quantized(*quantized[:7], source, lengths if has_lengths else None)
 
 
 def _steps(rotate: Any, smooth: Any) -> Steps:

@@ -17,14 +17,15 @@ from ..ops import context_parallel as shards
 from ..ops.calls import find
 from ..problem import OPEN, Extras
 from ..tile.dropout_numbers import check_dropout, draw_rng
-from . import sharded
 from .broadcasting import Batched, batched, over_scores, with_positive_scale
 from .call import call, launch
 from .scalars import check_flag
 
 Tensor = torch.Tensor
 WORDS = Words(
-    *("query", "key", "value"),
+    q="query",
+    k="key",
+    v="value",
     bias="attn_mask",
     bias_is_also="bool or ",
     captured="attn_mask is",
@@ -86,8 +87,7 @@ def scaled_dot_product_attention(
     """
     if unknown:
         raise unexpected("tilewise.scaled_dot_product_attention", unknown)
-    flags = attn_mask, dropout_p, is_causal, scale, enable_gqa
-    return with_lse(query, key, value, *flags)[0]
+    return with_lse(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)[0]
 
 
 def with_lse(
@@ -104,15 +104,26 @@ def with_lse(
     the batch that dimensions before them make.
     """
     if shards.contexts and shards.is_sharded():
-        flags = attn_mask, dropout_p, is_causal, scale, enable_gqa
-        return sharded.sdpa((query, key, value), *flags, WORDS)
+        _check_shards((query, key, value), attn_mask)
+        x = batched(query, key, value, check_flag("enable_gqa", enable_gqa), WORDS)
+        return shards.of_shards(
+            q=x.query,
+            k=x.key,
+            v=x.value,
+            causal="top_left" if check_flag("is_causal", is_causal) else False,
+            scale=scale,
+            dropout_p=dropout_p,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            layout="bhsd",
+            return_lse=True,
+        )
     is_deterministic = torch.are_deterministic_algorithms_enabled()
     entry = None
     if attn_mask is None and type(dropout_p) in (int, float) and dropout_p == 0:
         plain = "sdpa", is_causal, scale, enable_gqa, is_deterministic
         entry, _ = find((query, key, value), plain)
         if entry is not None and entry.call is not None:
-            return launch(entry.call, query, key, value, (), "bhsd")
+            return launch(entry.call, (query, key, value), optional=(), layout="bhsd")
     inputs = query, key, value
     is_causal = check_flag("is_causal", is_causal)
     has_gqa = check_flag("enable_gqa", enable_gqa)
@@ -133,7 +144,9 @@ def with_lse(
     if not all(a is b for a, b in zip(inputs, (query, x.key, x.value))):
         entry = None  # what is launched are others
     out, lse = call(
-        *(query.transpose(1, 2), x.key.transpose(1, 2), x.value.transpose(1, 2)),
+        query.transpose(1, 2),
+        x.key.transpose(1, 2),
+        x.value.transpose(1, 2),
         extras=Extras(bias=bias, dropout_rng=rng, captured=modifiers.captured),
         numbers=(scale, None, dropout_p),
         window=window,
@@ -144,6 +157,22 @@ def with_lse(
     )
     out = out.transpose(1, 2)
     return (out if out.shape == x.out else out[..., : x.out[-1]].view(x.out)), lse
+
+
+def _check_shards(inputs: tuple[Tensor, Tensor, Tensor], attn_mask: Tensor | None) -> None:
+    """Refuses what attention on shards does not take."""
+    if attn_mask is not None:
+        raise NotImplementedError(
+            "attn_mask inside tilewise.distributed.context_parallel, where q holds the rows of a "
+            "shard: pass is_causal, or mask_mod to tilewise.attention; documents belong in the "
+            "layout"
+        )
+    if any(x.dim() != 4 for x in inputs):
+        shapes = ", ".join(str(tuple(x.shape)) for x in inputs)
+        raise ArgumentError(
+            f"query, key and value have shapes {shapes}: inside "
+            "tilewise.distributed.context_parallel they must be (batch, nheads, tokens, headdim)"
+        )
 
 
 def alignment(attn_mask: Tensor | None, scores: tuple[int, ...]) -> str | None:

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import ArgumentError, Words, warn_slow
+from ..frontend.attention import attention
 from ..frontend.checks import check, check_values
-from ..frontend.kv_cache import varlen_of_pages
 from ..frontend.scalars import longest_of
 from ..ops import attention as ops
 from ..ops.schema import INPUTS
@@ -76,15 +76,21 @@ def _attend_pages(arguments: FlashArguments) -> tuple[Tensor, Tensor]:
     q, k, v = _in_batch(False, arguments[:INPUTS])
     window = arguments.window_size_left, arguments.window_size_right
     with torch.no_grad():
-        slopes, used_k = arguments.alibi_slopes, arguments.seqused_k
-        table, starts = arguments.block_table, arguments.cum_seq_q
-        return varlen_of_pages(
-            (q, k, v, table, used_k, starts, slopes, None, None, None),
+        results: Any = attention(
+            q,
+            k,
+            v,
+            page_table=arguments.block_table,
+            seqused_k=arguments.seqused_k,
+            cu_seqlens_q=arguments.cum_seq_q,
+            max_seqlen_q=longest_of(arguments.max_q) or None,
+            alibi_slopes=arguments.alibi_slopes,
             causal=arguments.is_causal,
             scale=arguments.scale,
-            window_size=window,
-            longest=longest_of(arguments.max_q),
+            window=window,
+            return_lse=True,
         )
+    return results
 
 
 def differentiate(saved: Saved, arguments: FlashArguments) -> tuple[Tensor, Tensor, Tensor]:

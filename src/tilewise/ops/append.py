@@ -42,7 +42,7 @@ def append(new: Append, entry: Entry | None = None) -> None:
                 "cache.append inside torch.vmap: it writes one cache in place; fold the mapped "
                 "dimension into the batch, or call it once per element"
             )
-    if needs_dispatcher(*tensors, *new[-2:]):
+    if needs_dispatcher((*tensors, *new[-2:])):
         by_head = [None if by_row(x) else x for x in new[-2:]]
         by_key = [x if by_row(x) else None for x in new[-2:]]
         torch.ops.tilewise.flash_attn_cache_append(*tensors, turned[2], *by_head, *by_key)
@@ -79,7 +79,7 @@ def may_prepare(call: AppendedCall) -> bool:
     They broadcast, and read all before they write.
     """
     q, before, starts, tensors = call.q, call.before, call.cu_seqlens_q, call[:TENSORS]
-    if q.is_meta or needs_dispatcher(*tensors):
+    if q.is_meta or needs_dispatcher(tensors):
         return False
     if forward_ad._current_level >= 0 or peek_interpreter_stack() is not None or has_lazy(tensors):
         return False

@@ -11,7 +11,7 @@ Problem's fields as scalars. Selective checkpointing by name looks for `flash_at
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -94,7 +94,7 @@ def _prepared(call: Call, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> Ca
     return dispatch.forward_of(call, q, k, v, extras)
 
 
-def needs_dispatcher(*tensors: Tensor | None) -> bool:
+def needs_dispatcher(tensors: Iterable[Tensor | None]) -> bool:
     """Whether a call must go through torch's dispatcher: for a compiler, a dispatch mode, or a
     tensor subclass.
     """
@@ -131,8 +131,9 @@ def _save(ctx, call: Call, tensors: tuple, output: tuple) -> None:
     ctx.call = call
 
 
-def _backward(ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+def _backward(ctx, grads_of_outputs: tuple[Any, ...]) -> tuple[Tensor | None, ...]:
     """Gradients of the call, which has none, of q, k, v and the extras."""
+    dout, dlse = grads_of_outputs
     out, lse, q, k, v, *tensors = ctx.saved_tensors
     if dout is None and dlse is None:
         return (None,) * (1 + INPUTS + len(tensors))
@@ -140,14 +141,14 @@ def _backward(ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | N
         dout = torch.zeros_like(out)
     call, saved = ctx.call, Saved(dout, dlse, q, k, v, out, lse)
     is_seen = _is_transformed() or is_legacy_batchedtensor(dout)
-    if not (torch.is_grad_enabled() or is_seen or needs_dispatcher(dout, dlse, q, k, v)):
-        grads = run_backward(call, saved, extras_of(*tensors))
+    if not (torch.is_grad_enabled() or is_seen or needs_dispatcher((dout, dlse, q, k, v))):
+        grads = run_backward(call, saved, extras_of(tensors))
         if not tensors:
             return None, grads.dq, grads.dk, grads.dv
     else:
         grads = _differentiated(call, saved, tensors)
     needs = ctx.needs_input_grad[1 + INPUTS + OPTIONAL :]
-    return None, *_of_inputs(call, grads, saved, extras_of(*tensors), needs)
+    return None, *_of_inputs(call, grads, saved, extras_of(tensors), needs)
 
 
 def _differentiated(call: Call, saved: Saved, tensors: Sequence[Tensor | None]) -> Grads:
@@ -157,11 +158,11 @@ def _differentiated(call: Call, saved: Saved, tensors: Sequence[Tensor | None]) 
             "is_grads_batched or vectorize=True: torch's old vmap cannot map attention's backward; "
             "use torch.func.jacrev, or torch.func.vmap of torch.func.vjp"
         )
-    arguments = call, *saved, *extras_of(*tensors).tensors
+    arguments = call, *saved, *extras_of(tensors).tensors
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         # create_graph or a functorch transform: the gradients are to be differentiated in turn.
-        return Grads(*_AttentionBackward.apply(*arguments))
-    return Grads(*_AttentionBackward.forward(*arguments))
+        return Grads._make(_AttentionBackward.apply(*arguments))
+    return Grads._make(_AttentionBackward.forward(*arguments))
 
 
 def _of_inputs(
@@ -182,7 +183,7 @@ def run_backward(call: Call, saved: Saved, extras: Extras, between: Between | No
     if q.is_meta:
         return empty_grads(call.problem, q, k, v, extras)
     if has_lazy(saved[:2]):
-        saved = Saved(*resolved(saved))
+        saved = Saved._make(resolved(saved))
     if q.is_cpu:
         key = cpu_modes()
     else:
@@ -218,13 +219,13 @@ class _EagerAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call, q, k, v, *tensors):
         refuse_shards()
-        output = run_forward(call, q, k, v, extras_of(*tensors))
+        output = run_forward(call, q, k, v, extras_of(tensors))
         _save(ctx, call, (q, k, v, *tensors), output)
         return output
 
     @staticmethod
     def backward(ctx, *grads):
-        return _backward(ctx, *grads)
+        return _backward(ctx, grads)
 
 
 _apply_eagerly = eager_apply(_EagerAttention)
@@ -237,7 +238,7 @@ class _Attention(torch.autograd.Function):
     def forward(call, q, k, v, *tensors):
         late.register_late()
         return torch.ops.tilewise.flash_attn_forward(
-            q, k, v, *extras_of(*tensors).arguments, *options_of(call)
+            q, k, v, *extras_of(tensors).arguments, *options_of(call)
         )
 
     @staticmethod
@@ -247,7 +248,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        return _backward(ctx, *grads)
+        return _backward(ctx, grads)
 
     @staticmethod
     def jvp(ctx, *tangents):
@@ -270,8 +271,8 @@ class _AttentionBackward(Once):
 
     @staticmethod
     def forward(call, *tensors):
-        saved, extras = Saved(*tensors[:SAVED_TENSORS]), extras_of(*tensors[SAVED_TENSORS:])
-        if needs_dispatcher(*saved[:5]) or _is_transformed():
+        saved, extras = Saved._make(tensors[:SAVED_TENSORS]), extras_of(tensors[SAVED_TENSORS:])
+        if needs_dispatcher(saved[:5]) or _is_transformed():
             late.register_late()
             inputs = *saved, *extras.arguments
             return torch.ops.tilewise.flash_attn_backward(*inputs, *options_of(call))
@@ -307,7 +308,7 @@ def _op_backward(ctx, dout, dlse):
     if dout is None and dlse is None:
         return *(None,) * captured, None, *after
     dout = torch.zeros_like(out) if dout is None else dout
-    saved, extras = Saved(dout, dlse, q, k, v, out, lse), extras_of(*tensors)
+    saved, extras = Saved(dout, dlse, q, k, v, out, lse), extras_of(tensors)
     grads = _differentiated(ctx.call, saved, tensors)
     grads = _of_inputs(ctx.call, grads, saved, extras, needs if is_list else ())
     return *grads[:captured], list(grads[captured:]) if is_list else None, *after
@@ -328,7 +329,7 @@ def _known(tensors: tuple, inputs: tuple, extras: Extras, options: Options) -> C
     pass through `frontend.call.call`. `tensors` are all of an operator's.
     """
     flags: Any = *options[:BLOCK], *options.mask_block, *options[BLOCK + 1 :]
-    entry = None if needs_dispatcher(*tensors) else entry_of(tensors, *flags)
+    entry = None if needs_dispatcher(tensors) else entry_of(tensors, flags)
     if entry is None or entry.call is None:  # a backward's are not inputs and extras alone
         names = () if tensors[0] is inputs[0] else Saved._fields
         check_devices(names, tensors[: len(names)])
@@ -344,7 +345,7 @@ def _known(tensors: tuple, inputs: tuple, extras: Extras, options: Options) -> C
 def known_call(call: Call, tensors: tuple[Tensor | None, ...]) -> Call:
     """The cached call of this signature."""
     key = call.problem, call.scalars, call.backend
-    entry = None if needs_dispatcher(*tensors) else entry_of(tensors, *key)
+    entry = None if needs_dispatcher(tensors) else entry_of(tensors, key)
     if entry is None:
         return call
     if entry.call is None:
@@ -362,7 +363,7 @@ def _forward_kernel(*args):
 
 def _backward_kernel(*args):
     tensors, extras, options = parts_of(args, SAVED_TENSORS)
-    saved = Saved(*tensors)
+    saved = Saved._make(tensors)
     inputs = saved.q, saved.k, saved.v
     call = _known((*saved, *extras.tensors), inputs, extras, options)
     return _filled(run_backward(call, saved, extras), saved.q)

@@ -93,7 +93,7 @@ def find(
     q = tensors[0]
     if q is None:
         return NOT_FOUND
-    entry = entry_of(tensors, plain, kinds)
+    entry = entry_of(tensors, (plain, kinds))
     if entry is not None and key is not None and q.device.type not in UNGUARDED:
         remember(key, tensors, entry)
     return entry, None
@@ -119,7 +119,7 @@ def is_read(x: Tensor) -> bool:
     return x.is_cpu
 
 
-def entry_of(tensors: Sequence[Tensor | None], *key: Hashable) -> Entry | None:
+def entry_of(tensors: Sequence[Tensor | None], key: Hashable) -> Entry | None:
     """The entry of a call of plain tensors; None of tensors without strides or memory."""
     try:
         return _entry(tuple(signature(tensors)), key)

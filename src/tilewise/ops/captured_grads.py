@@ -64,7 +64,7 @@ class _CapturedGrads(Once):
 
     @staticmethod
     def forward(call, wanted, *tensors):
-        inputs = *tensors[:SAVED_TENSORS], *extras_of(*tensors[SAVED_TENSORS:]).arguments
+        inputs = *tensors[:SAVED_TENSORS], *extras_of(tensors[SAVED_TENSORS:]).arguments
         return tuple(
             torch.ops.tilewise.flash_attn_captured_grads(*inputs, *options_of(call), wanted)
         )
@@ -92,7 +92,7 @@ def _kernel(*args):
 def _parts_of(args: tuple) -> tuple[Saved, Extras, Options, list[int]]:
     tensors, extras, options = parts_of(args[:-1], SAVED_TENSORS)
     check_devices(Saved._fields, tensors)
-    return Saved(*tensors), extras, options, args[-1]
+    return Saved._make(tensors), extras, options, args[-1]
 
 
 def _check_wanted(score: str, wanted: list[int]) -> None:
@@ -123,7 +123,7 @@ def _vmap(info, in_dims, *args):
     tensors, options = flat(tuple(args), SAVED_TENSORS)
 
     def differentiate(*tensors):
-        saved, extras = tensors[:SAVED_TENSORS], extras_of(*tensors[SAVED_TENSORS:])
+        saved, extras = tensors[:SAVED_TENSORS], extras_of(tensors[SAVED_TENSORS:])
         compute = torch.ops.tilewise.flash_attn_captured_grads
         return tuple(compute(*saved, *extras.arguments, *options, wanted))
 

@@ -47,7 +47,7 @@ class Inputs(NamedTuple):
 NAMES = OPERATORS["flash_attn_fp8_forward"]
 INPUTS, EXTRAS = len(Inputs._fields), 6
 TENSORS = NAMES[: INPUTS + EXTRAS]
-LIBRARY.define(f"flash_attn_fp8_forward({schema_of(*NAMES)}) -> (Tensor, Tensor)")
+LIBRARY.define(f"flash_attn_fp8_forward({schema_of(NAMES)}) -> (Tensor, Tensor)")
 
 
 def attention(call: Call, x: Quantized, extras: Extras, wants_lse: bool) -> tuple[Tensor, Tensor]:
@@ -56,7 +56,7 @@ def attention(call: Call, x: Quantized, extras: Extras, wants_lse: bool) -> tupl
     """
     source = x.source
     if call.needs_grad and source is not None:
-        if needs_dispatcher(*source[:3], *extras.tensors):
+        if needs_dispatcher((*source[:3], *extras.tensors)):
             raise NotImplementedError(
                 'backward="bf16" under a compiler, a dispatch mode or with a tensor subclass '
                 "is not supported: call it eagerly"
@@ -68,7 +68,7 @@ def attention(call: Call, x: Quantized, extras: Extras, wants_lse: bool) -> tupl
 
 def _attend(call: Call, x: Quantized, extras: Extras, wants_lse: bool) -> tuple[Tensor, Tensor]:
     inputs = Inputs(x.q, x.k, x.v_t, *x.scales, x.v_mean, x.v_drift)
-    if needs_dispatcher(*inputs, *extras.tensors):
+    if needs_dispatcher((*inputs, *extras.tensors)):
         register_late()
         out, lse = torch.ops.tilewise.flash_attn_fp8_forward(*_arguments(call, inputs, extras))
     else:
@@ -93,7 +93,7 @@ def _run(call: Call, inputs: Inputs, extras: Extras) -> tuple[Tensor, Tensor]:
         return _empty(call.problem, call.out_dtype, inputs.q)
     forward = call.forward
     if forward is None:  # a call of lazily negated tensors is known by nothing, and so always new
-        inputs, extras = Inputs(*resolved(inputs)), extras_of(*resolved(extras.tensors))
+        inputs, extras = Inputs._make(resolved(inputs)), extras_of(resolved(extras.tensors))
         check_elements((*zip(Inputs._fields, inputs), *zip(Extras._fields, extras.optional)))
         forward = call.forward = forward_of(call, inputs, extras)
     # Kernels count scales and means by sequence and head; those of a cut `Quantized` lie apart.
@@ -183,12 +183,12 @@ def _known(args: tuple) -> tuple[Call, Inputs, Extras]:
     through `frontend.fp8.attend`.
     """
     tensors, flags = args[: len(TENSORS)], args[len(TENSORS) :]
-    entry = None if needs_dispatcher(*tensors) else entry_of(tensors, "fp8", *flags)
+    entry = None if needs_dispatcher(tensors) else entry_of(tensors, ("fp8", flags))
     if entry is None:
         return _parsed(args)
     if entry.call is None:
         entry.call = _parsed(args)[0]
-    return entry.call, Inputs(*tensors[:INPUTS]), Extras(*tensors[INPUTS:])
+    return entry.call, Inputs._make(tensors[:INPUTS]), Extras(*tensors[INPUTS:])
 
 
 def _fake(*args):
@@ -265,7 +265,7 @@ def _differentiated(
     `is_interleaved` say how the source was quantised.
     """
     out, lse, q, k, v_t, *optional = saved
-    scales, (cos, sin), extras = Scales(*optional[:3]), optional[5:7], extras_of(*optional[7:])
+    scales, (cos, sin), extras = Scales._make(optional[:3]), optional[5:7], extras_of(optional[7:])
     x = Quantized(q, k, v_t, scales, optional[3], optional[4])
     dout = torch.zeros_like(out) if dout is None else dout
     q, k, v = (t.bfloat16() for t in meant(x, is_rotated, extras))
@@ -294,8 +294,7 @@ def meant(x: Quantized, is_rotated: bool, extras: Extras) -> tuple[Tensor, Tenso
 
 def lengths_of(extras: Extras) -> Lengths:
     """Lengths of a call."""
-    used = extras.seqused_q, extras.seqused_k
-    return Lengths(extras.cu_seqlens_q, extras.cu_seqlens_k, *used)
+    return Lengths(extras.cu_seqlens_q, extras.cu_seqlens_k, extras.seqused_q, extras.seqused_k)
 
 
 register_late()  # once all operators are there

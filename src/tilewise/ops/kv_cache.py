@@ -4,6 +4,7 @@ functorch transforms go straight to the backend, as in `attention`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
@@ -28,7 +29,7 @@ from .schema import LIBRARY, check_devices, record_of
 Tensor = torch.Tensor
 NAMES = OPERATORS["flash_attn_cache"]
 TENSORS = *NAMES[:8], *NAMES[-2:]  # in the order of `Cached.tensors`
-READ = f"{schema_of(*NAMES[:-2])}, Tensor? k_descale=None, Tensor? v_descale=None"
+READ = f"{schema_of(NAMES[:-2])}, Tensor? k_descale=None, Tensor? v_descale=None"
 LIBRARY.define(f"flash_attn_cache({READ}) -> (Tensor, Tensor)")
 LIBRARY.define(f"flash_attn_cache_out({READ}, *, Tensor(a!) out) -> Tensor")
 
@@ -38,16 +39,16 @@ def attention(cached: Cached, out: Tensor | None = None) -> tuple[Tensor, Tensor
     tensors = cached.q, cached.k, cached.v, cached.page_table, *cached.extras.tensors, out
     tensors = *tensors, cached.k_descale, cached.v_descale
     if forward_ad._current_level >= 0:
-        _refuse_tangents(*tensors)
+        _refuse_tangents(tensors)
     # A backend below the operator sees no functorch transform: torch has no rules for its kernels
-    if not needs_dispatcher(*tensors) and peek_interpreter_stack() is None:
+    if not needs_dispatcher(tensors) and peek_interpreter_stack() is None:
         return _run(cached, out)
     if out is None:
         return torch.ops.tilewise.flash_attn_cache(*_arguments(cached))
     return out, torch.ops.tilewise.flash_attn_cache_out(*_arguments(cached), out=out)
 
 
-def _refuse_tangents(*tensors: Tensor | None) -> None:
+def _refuse_tangents(tensors: Iterable[Tensor | None]) -> None:
     """Refuses tensors that forward-mode AD may differentiate: an operator would drop tangents."""
     for x in tensors:
         if x is not None:
@@ -69,7 +70,7 @@ def train(cached: Cached, deterministic: bool) -> tuple[Tensor, Tensor]:
             "mask_mod with split_size and a gradient: positions count from the first key here and "
             "from the first query in the backward; pass as many queries as keys"
         )
-    if needs_dispatcher(q, k, v, *cached.extras.tensors):
+    if needs_dispatcher((q, k, v, *cached.extras.tensors)):
         raise NotImplementedError(
             "split_size with a gradient under a compiler, a dispatch mode or with a tensor "
             "subclass is not supported: call it eagerly, or leave out split_size"
@@ -92,7 +93,7 @@ def _arguments(cached: Cached) -> tuple:
     return tuple([values[name] for name in NAMES])
 
 
-def _cached(*args) -> Cached:
+def _cached(args: tuple) -> Cached:
     """The inverse of `_arguments`."""
     values: Any = dict(zip(NAMES, (*args, None, None)))  # defaults at the end are not passed
     captured = values["captured"] = tuple(values["captured"] or ())
@@ -159,19 +160,19 @@ def _empty(cached: Cached, out: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _kernel(*args):
-    return _run(_cached(*args), None)
+    return _run(_cached(args), None)
 
 
 def _out_kernel(*args, out):
-    return _run(_cached(*args), out)[1]
+    return _run(_cached(args), out)[1]
 
 
 def _fake(*args):
-    return _empty(_cached(*args), None)
+    return _empty(_cached(args), None)
 
 
 def _out_fake(*args, out):
-    return _empty(_cached(*args), out)[1]
+    return _empty(_cached(args), out)[1]
 
 
 LIBRARY.impl("flash_attn_cache", _kernel, "CompositeExplicitAutograd")

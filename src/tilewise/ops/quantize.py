@@ -61,11 +61,11 @@ def quantize(
 ) -> Quantized:
     """Quantizes 4-dimensional q, k and v; `scales` are those that are given, (batch, nheads_k)."""
     if not (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()):
-        return _run(call, *inputs, scales, of, rotary)
+        return _run(call, inputs, scales=scales, of=of, rotary=rotary)
     tables, steps = (None, None, True) if rotary is None else rotary, call.steps
     outputs = torch.ops.tilewise.quantize(*inputs, *scales, *of, *tables, *steps)
     of_data = zip(scales, outputs[3:6])
-    used_scales = Scales(*(x if scale is None else scale for scale, x in of_data))
+    used_scales = Scales._make(x if scale is None else scale for scale, x in of_data)
     k_mean = outputs[6] if steps.smooth_k else None
     v_mean, v_drift = outputs[7:] if steps.smooth_v else (None, None)
     v_drift = v_drift if inputs[2].shape[3] > TWO_LEVELS else None
@@ -75,18 +75,17 @@ def quantize(
 
 def _run(
     call: CallQuantize,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    *,
     scales: Given,
     of: Lengths,
     rotary: Rotary | None,
 ) -> Quantized:
-    run = call.run
+    (q, k, v), run = inputs, call.run
     if run is None:  # a call of lazily negated tensors is known by nothing, and so always new
         q, k, v = resolved((q, k, v))
         first, second, third = resolved(scales)
-        scales, of = (first, second, third), Lengths(*resolved(of))
+        scales, of = (first, second, third), Lengths._make(resolved(of))
         cos, sin = resolved((None, None) if rotary is None else rotary[:2])
         rotary = None if rotary is None else Rotary(cos, sin, rotary.interleaved)
         tables = ("rotary.cos", cos), ("rotary.sin", sin)
@@ -104,14 +103,14 @@ def quantizer_for(x: Tensor) -> Any:
 
 
 def _kernel(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    scales, of, (cos, sin, interleaved) = rest[:3], Lengths(*rest[3:7]), rest[7:10]
+    scales, of, (cos, sin, interleaved) = rest[:3], Lengths._make(rest[3:7]), rest[7:10]
     rotary = None if cos is None else Rotary(cos, sin, interleaved)
-    tensors, call = (q, k, v, *rest[:9]), CallQuantize(Steps(*rest[10:]))
+    tensors, call = (q, k, v, *rest[:9]), CallQuantize(Steps(rest[10], rest[11], rest[12]))
     check_devices(OPERANDS, tensors)
-    entry = None if needs_dispatcher(*tensors) else entry_of(tensors, "quantize", *rest[9:])
+    entry = None if needs_dispatcher(tensors) else entry_of(tensors, ("quantize", rest[9:]))
     if entry is not None:
         call = entry.call = entry.call or call
-    quantized = _run(call, q, k, v, scales, of, rotary)
+    quantized = _run(call, (q, k, v), scales=scales, of=of, rotary=rotary)
     # What is given or left out is not returned: an output may neither alias an input nor be None
     of_data = (x if scale is None else None for scale, x in zip(scales, quantized.scales))
     fp32 = *of_data, quantized.k_mean, quantized.v_mean, quantized.v_drift

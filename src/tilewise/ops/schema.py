@@ -53,7 +53,8 @@ class Options(NamedTuple):
         return Mods(deserialize(self.mask_mod, MASK), score, derivative, (rows, keys))
 
 
-CALL = schema_of(*Extras._fields, *Options._fields)
+CALL = schema_of((*Extras._fields, *Options._fields))
+FLAGS = "align", "deterministic", "has_bias_grad", "is_long"  # of a Problem
 SAVED = "Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse"
 
 
@@ -104,7 +105,7 @@ def flat(args: tuple, before: int) -> tuple[tuple, tuple]:
 def parts_of(args: tuple, before: int) -> tuple[tuple, Extras, Options]:
     """An operator's arguments: the tensors before the extras, the extras, and the rest."""
     tensors, options = flat(args, before)
-    return tensors[:before], extras_of(*tensors[before:]), Options(*options)
+    return tensors[:before], extras_of(tensors[before:]), Options._make(options)
 
 
 def problem_from(inputs: Sequence[Tensor], extras: Extras, options: Options) -> Problem:
@@ -113,8 +114,8 @@ def problem_from(inputs: Sequence[Tensor], extras: Extras, options: Options) -> 
     check_devices(("q", "k", "v", *Extras._fields[:OPTIONAL]), (*inputs, *extras.tensors))
     mods = options.mods
     check_captured(mods, q, k, extras)
-    flags = options.align, options.deterministic, mods, options.has_bias_grad, options.is_long
-    return describe(q, k, v, extras, options.scalars, *flags)
+    flags: Any = {x: getattr(options, x) for x in FLAGS}
+    return describe(q, k, v, extras=extras, scalars=options.scalars, mods=mods, **flags)
 
 
 def no_double_backward(ctx, *grads):

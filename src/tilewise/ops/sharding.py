@@ -75,7 +75,7 @@ def _ways(q, k, call) -> list[_Way]:
 
     extras, (captured, *options) = dict(zip(Extras._fields, call[:OPTIONAL])), call[OPTIONAL:]
     used = {name: x for name, x in extras.items() if x is not None}
-    mentioned = indices_used(Options(*options).mods)
+    mentioned = indices_used(Options._make(options).mods)
     whole, first, second = Replicate(), Shard(0), Shard(1)
 
     def along(size: str) -> list:

@@ -71,10 +71,10 @@ def forward_op(info, in_dims, *args):
     tensors, options = flat(args, INPUTS)
 
     def attend(*tensors):
-        extras = extras_of(*tensors[INPUTS:])
+        extras = extras_of(tensors[INPUTS:])
         return torch.ops.tilewise.flash_attn_forward(*tensors[:INPUTS], *extras.arguments, *options)
 
-    counts_rows = "b" in indices_used(Options(*options).mods)
+    counts_rows = "b" in indices_used(Options._make(options).mods)
     return forward(attend, counts_rows, info.batch_size, flat(in_dims, INPUTS)[0], tensors)
 
 
@@ -83,7 +83,7 @@ def backward_op(info, in_dims, *args):
     tensors, options = flat(args, SAVED_TENSORS)
 
     def differentiate(*tensors):
-        extras = extras_of(*tensors[SAVED_TENSORS:])
+        extras = extras_of(tensors[SAVED_TENSORS:])
         return torch.ops.tilewise.flash_attn_backward(
             *tensors[:SAVED_TENSORS], *extras.arguments, *options
         )

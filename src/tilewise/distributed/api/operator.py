@@ -38,7 +38,7 @@ LAYOUT = 2 * INPUTS + 1  # the place of the layout, after the optional tensors
 
 # Of the operators, after q, k and v: those of a call as scalars, masks and score functions as texts
 NAMES = OPERATORS["context_parallel"]
-CALL = schema_of(*NAMES, **SHARDED_TYPES)
+CALL = schema_of(NAMES, **SHARDED_TYPES)
 QKV = "Tensor q, Tensor k, Tensor v"
 # Inductor leaves such operators out of the CUDA graphs that it captures (`refuse_capture`)
 TAGS = (torch.Tag.cudagraph_unsafe,)

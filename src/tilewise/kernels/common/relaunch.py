@@ -66,7 +66,7 @@ def distinct_views(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
 
 def distinct_extras(extras: Extras) -> Extras:
     """`distinct_views` of a call's extras."""
-    return extras_of(*distinct_views(extras.tensors))
+    return extras_of(distinct_views(extras.tensors))
 
 
 def addresses_of(tensors: Sequence[Tensor | None]) -> list[int]:
