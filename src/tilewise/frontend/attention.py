@@ -225,8 +225,7 @@ def attention(
         if entry is not None and entry.call is not None:
             if type(entry.call) is Call:
                 optional = alibi_slopes, sinks, seqused_k, seqused_q, cu_seqlens_q, cu_seqlens_k
-                optional = *optional, bias
-                result = launch(entry.call, (q, k, v), optional=optional, layout=layout)
+                result = launch(entry.call, (q, k, v), optional=(*optional, bias), layout=layout)
             else:
                 result = launch_step(entry.call, tensors, addresses, return_lse, layout)
             if result is not None:
@@ -259,8 +258,8 @@ def attention(
     check_layout(layout)
     check_dropout(dropout_p)
     return_lse = check_flag("return_lse", return_lse)
-    is_asked = not (split_size is out is k_descale is v_descale is None)
-    if is_asked or is_cached(k, page_table, cu_seqlens_q, cu_seqlens_k):
+    is_cache = out is not None or is_cached(k, page_table, cu_seqlens_q, cu_seqlens_k)
+    if is_cache or not (split_size is k_descale is v_descale is None):
         unserved = dict(seqused_q=seqused_q, cu_seqlens_k=cu_seqlens_k, bias=bias)
         unserved |= dict(block_mask=block_mask, score_mod=score_mod, dropout_p=dropout_p or None)
         refuse("cached", **unserved)
@@ -270,7 +269,6 @@ def attention(
         cached = cached._replace(longest=longest_of(max_seqlen_q))
         options: Any = scores | dict(split_size=split_size, mask_mod=mask_mod, layout=layout)
         cached = check_cached(cached, **options)
-        is_cache = out is not None or is_cached(k, page_table, cu_seqlens_q, cu_seqlens_k)
         if not is_cache and ops.needs_grad(cached.q, cached.k, cached.v, sinks):
             out, lse = cache_ops.train(cached, check_flag("deterministic", deterministic))
             out = out.transpose(1, 2) if layout == "bhsd" else out

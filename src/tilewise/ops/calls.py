@@ -72,8 +72,8 @@ def find(
     try:
         key = tensors[0].numel(), tensors[1].numel(), torch.is_grad_enabled()
         key = *key, kinds, tuple(map(type, tensors)), plain
-        guard = known_guards.get(key)
-        if guard is not None and (recalled := guard.recall(tensors)) is not None:
+        recall = known_guards.get(key)
+        if recall is not None and (recalled := recall(tensors)) is not None:
             return recalled
     except (AttributeError, RuntimeError, TypeError):  # None, nested, a list
         key = None

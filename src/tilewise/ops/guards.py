@@ -13,7 +13,7 @@ import functools
 import operator
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -28,27 +28,9 @@ Tensor = torch.Tensor
 MAX_GUARDS = 4096
 
 
-class Guard(NamedTuple):
-    """What the tensors of an entry look like."""
-
-    present: Callable[..., tuple]  # those that are not None
-    check: Callable[..., bool]
-    entry: Callable[[], Any]  # a weak reference: a table drops what was not used for long
-
-    def recall(self, tensors: Sequence[Any]) -> tuple[Any, list[int]] | None:
-        """The entry, and the addresses of the tensors that are not None, if these look so."""
-        present, check, entry = self
-        tensors = present(tensors)
-        if not check(*tensors):
-            return None
-        addresses = list(map(Tensor.data_ptr, tensors))
-        if functools.reduce(operator.or_, addresses) % ALIGNMENT or (alive := entry()) is None:
-            return None
-        return alive, addresses
-
-
-# By what is quickly read of a call; the newest of a key
-known_guards: dict[tuple, Guard] = {}
+# By what is quickly read of a call; the newest of a key. A guard returns the entry and the
+# addresses of the tensors that are not None, if these look so
+known_guards: dict[tuple, Callable[[Sequence[Any]], tuple[Any, list[int]] | None]] = {}
 
 
 def remember(key: tuple, tensors: Sequence[Tensor | None], entry: Any) -> None:
@@ -60,4 +42,16 @@ def remember(key: tuple, tensors: Sequence[Tensor | None], entry: Any) -> None:
     if len(known_guards) >= MAX_GUARDS:
         known_guards.clear()
     check = TensorGuards(*present, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-    known_guards[key] = Guard(operator.itemgetter(*places), check, weakref.ref(entry))
+    select = operator.itemgetter(*places)
+    reference = weakref.ref(entry)  # a table drops what was not used for long
+
+    def recall(tensors: Sequence[Any]) -> tuple[Any, list[int]] | None:
+        selected = select(tensors)
+        if not check(*selected):
+            return None
+        addresses = list(map(Tensor.data_ptr, selected))
+        if functools.reduce(operator.or_, addresses) % ALIGNMENT or (alive := reference()) is None:
+            return None
+        return alive, addresses
+
+    known_guards[key] = recall
