@@ -80,6 +80,11 @@ class Problem(NamedTuple):
         return lengths or self.has_alibi or self.has_sinks or self.has_bias or self.has_dropout
 
     @property
+    def has_plain_scores(self) -> bool:
+        """Whether scores are products times scale, and nothing else goes into a probability."""
+        return not (self.has_softcap or self.has_alibi or self.is_modified)
+
+    @property
     def is_modified(self) -> bool:
         """Whether functions, lists or numbers of its own go into each score or probability."""
         return self.mods != NO_MODS or self.has_bias or self.has_dropout

@@ -2,7 +2,7 @@
 
 For each block of queries, over the blocks of keys that its band touches:
 
-    S  = score_mod(softcap * tanh(scale Q K^T / softcap)) - slope * |distance| + bias,
+    S  = score_mod(cap(scale Q K^T)) - slope * |distance| + bias,
          hidden keys -inf
     m' = max(m, rowmax S),   alpha = exp(m - m'),   P = exp(S - m')
     l  = alpha l + rowsum P,   O = alpha O + P V            at the end O / l and LSE = m + log l
@@ -30,6 +30,7 @@ from ...problem import Grads
 from . import modify
 from .dense import Dense, QueryRange, rows
 from .modify import TileIndices
+from .scores import cap
 from .tiles import Chunk, Workspace, bias_and_mask, block_m, chunks, key_blocks, load, store
 
 Tensor = torch.Tensor
@@ -53,7 +54,7 @@ def forward(dense: Dense, out: Tensor, lse: Tensor) -> None:
         queries, outs = x.by_group(dense.q), x.by_group(out)
         lses = x.by_group(lse.unsqueeze(-1))
         for r in rows(dense, block_m(dense)):
-            q = load(queries, r, dtype=lse.dtype) * dense.scale
+            q = load(queries, r, dtype=lse.dtype) * dense.scalars.scale
             block = _attend(dense, x, r=r, q=q, workspace=workspace)
             store(outs, r, tile=block.out)
             store(lses, r, tile=block.m_i + block.log_l)
@@ -113,11 +114,7 @@ def scores(
     """Scores of scaled queries (heads, group * rows, headdim) and a block of keys."""
     s = workspace.matmul("s", q, x.k[:, keys].transpose(1, 2))
     indices, factors, slopes = None, [], []
-    if dense.softcap:
-        s.div_(dense.softcap).tanh_()
-        if has_grads:
-            factors.append(1 - s * s)
-        s.mul_(dense.softcap)
+    cap(s, dense.scalars, factors if has_grads else None)
     if dense.modifiers is not None:
         indices = modify.indices_of(dense, x, r=r, keys=keys)
         if has_grads:
@@ -146,7 +143,7 @@ def backward(
         dlses = None if dlse is None else x.by_group(dlse.unsqueeze(-1))
         dk, dv = (t.new_zeros(t.shape) for t in (x.k, x.v))
         for r in rows(dense, block_m(dense)):
-            q, do = load(queries, r, dtype=dtype) * dense.scale, load(douts, r, dtype=dtype)
+            q, do = load(queries, r, dtype=dtype) * dense.scalars.scale, load(douts, r, dtype=dtype)
             out_rows, row_lse, log_l = load(outs, r, dtype=dtype), load(lses, r, dtype=dtype), None
             if has_large:
                 out_rows, row_lse, log_l = _attend(dense, x, r=r, q=q, workspace=workspace)
@@ -158,7 +155,7 @@ def backward(
             targets = dk, dv, grads.dbias
             dq = _attend_backward(dense, x, r=r, block=block, targets=targets, workspace=workspace)
             store(dqs, r, tile=dq)
-            if dense.sinks is not None:
+            if dense.extras.sinks is not None:
                 _add_dsinks(grads.dsinks, x, r=r, block=block)
         for grad, acc in ((grads.dk, dk), (grads.dv, dv)):
             target = grad[x.batch, x.heads]
@@ -206,7 +203,7 @@ def _attend_backward(
             ds.mul_(factor)
         dk[:, keys].baddbmm_(ds.transpose(1, 2), q)
         dq.baddbmm_(ds, x.k[:, keys])
-    return dq.mul_(dense.scale)
+    return dq.mul_(dense.scalars.scale)
 
 
 def _add_dsinks(dsinks: Tensor, x: Chunk, r: QueryRange, block: QueryRows) -> None:

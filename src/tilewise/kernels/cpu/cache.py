@@ -29,6 +29,7 @@ from ...tile.split_kv import State, empty_state, finish, pieces
 from ..common.cached import Cached, lse_by_query
 from .cache_rows import CacheRows, Memory, Rows
 from .row_products import dots, weighted_sums
+from .scores import cap
 
 Tensor = torch.Tensor
 SPAN = 512  # keys of a softmax, unless a piece has fewer
@@ -266,10 +267,9 @@ def _fold(state: State) -> State:
 
 
 def _modify(s: Tensor, sequence: CachedSequence, tile: TokenTile, chunk: Chunk) -> None:
-    """Softcap, ALiBi and masks, on scaled scores (spans, nheads_k, rows, n) in place."""
+    """The cap, ALiBi and masks, on scaled scores (spans, nheads_k, rows, n) in place."""
     cached, scalars = sequence.cached, sequence.cached.scalars
-    if scalars.softcap:
-        s.div_(scalars.softcap).tanh_().mul_(scalars.softcap)
+    cap(s, scalars)
     is_left = scalars.left >= 0 and chunk.first < tile.stop - 1 - scalars.left
     is_right = scalars.right >= 0 and chunk.last - 1 > tile.start + scalars.right
     if sequence.slopes is None and not cached.mask and not is_left and not is_right:

@@ -13,7 +13,7 @@ import torch
 
 from ...mods.expressions import Node
 from ...mods.flat import Parts, take_apart
-from ...problem import NO_MODS, OPEN, Extras, Mods, Problem, Scalars
+from ...problem import NO_EXTRAS, OPEN, Extras, Mods, Problem, Scalars
 
 Tensor = torch.Tensor
 
@@ -24,14 +24,11 @@ class Dense(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    alibi_slopes: Tensor | None
-    sinks: Tensor | None
-    scale: float
-    softcap: float
-    diagonal: int
-    left: int
-    right: int
+    scalars: Scalars
+    diagonal: int = 0
+    extras: Extras = NO_EXTRAS
     modifiers: Modifiers | None = None
+    has_plain_scores: bool = True  # products times scale
 
 
 class Modifiers(NamedTuple):
@@ -71,7 +68,7 @@ def make_dense(
     q, k, v = q[row], k[row, :used], v[row, :used]
     slopes = extras.alibi_slopes
     if slopes is not None and slopes.dim() == 2:
-        slopes = slopes[row]
+        extras = extras._replace(alibi_slopes=slopes[row])
     seqlen_q, seqlen_k = q.shape[1], k.shape[1]
     diagonal = seqlen_k - seqlen_q if problem.align == "bottom_right" else 0
     left, right = scalars.left, scalars.right
@@ -80,7 +77,7 @@ def make_dense(
     if diagonal + right >= seqlen_k - 1:
         right = OPEN
     modifiers = None
-    if problem.mods != NO_MODS or problem.has_bias or problem.has_dropout:
+    if problem.is_modified:
         parts = take_apart(problem.mods, extras.captured)
         extras = extras._replace(bias=rows_of(extras.bias, row))
         first += row.start or 0
@@ -91,14 +88,11 @@ def make_dense(
         q=q.transpose(1, 2),
         k=k.transpose(1, 2),
         v=v.transpose(1, 2),
-        alibi_slopes=slopes,
-        sinks=extras.sinks,
-        scale=scalars.scale,
-        softcap=scalars.softcap,
+        scalars=scalars._replace(left=left, right=right),
         diagonal=diagonal,
-        left=left,
-        right=right,
+        extras=extras,
         modifiers=modifiers,
+        has_plain_scores=problem.has_plain_scores,
     )
 
 
@@ -128,12 +122,12 @@ def rows(dense: Dense, block: int) -> Iterator[QueryRange]:
         stop = min(start + block, seqlen_q)
         first = full_first = 0
         last = full_last = seqlen_k
-        if dense.left >= 0:
-            first = max(0, start + dense.diagonal - dense.left)
-            full_first = max(0, stop - 1 + dense.diagonal - dense.left)
-        if dense.right >= 0:
-            last = min(seqlen_k, stop + dense.diagonal + dense.right)
-            full_last = min(seqlen_k, start + dense.diagonal + dense.right + 1)
+        if dense.scalars.left >= 0:
+            first = max(0, start + dense.diagonal - dense.scalars.left)
+            full_first = max(0, stop - 1 + dense.diagonal - dense.scalars.left)
+        if dense.scalars.right >= 0:
+            last = min(seqlen_k, stop + dense.diagonal + dense.scalars.right)
+            full_last = min(seqlen_k, start + dense.diagonal + dense.scalars.right + 1)
         yield QueryRange(
             start, stop, first=first, last=last, full_first=full_first, full_last=full_last
         )

@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from ...problem import NO_MODS, OPEN, Extras, Grads, Problem, Saved, Scalars
+from ...problem import OPEN, Extras, Grads, Problem, Saved, Scalars
 from . import blockwise
 from .dense import Dense
 
@@ -55,10 +55,8 @@ class Piece(NamedTuple):
 def serves(dense: Dense) -> bool:
     """Whether torch's kernel computes this, alone or in pieces."""
     return (
-        dense.left < 0
-        and dense.softcap == 0
-        and dense.alibi_slopes is None
-        and dense.modifiers is None
+        dense.scalars.left < 0
+        and dense.has_plain_scores
         and dense.q.numel() > 0
         and dense.k.numel() > 0
         and _forward is not None
@@ -70,9 +68,9 @@ def whole_mask(problem: Problem, q: Tensor, k: Tensor, scalars: Scalars) -> bool
     """Whether a call that is one piece and nothing else is causal; None for all other calls. It
     asks as little as will do: a short call costs less than describing it.
     """
-    has_more = problem.has_left or problem.has_softcap or problem.has_alibi or problem.has_sinks
-    has_more = has_more or problem.has_bias or problem.has_dropout or problem.mods != NO_MODS
-    if has_more or problem.has_seqused_k or problem.headdim != problem.headdim_v:
+    if problem.has_left or problem.has_sinks or not problem.has_plain_scores:
+        return None
+    if problem.has_seqused_k or problem.headdim != problem.headdim_v:
         return None
     if _forward is None or _backward is None or q.numel() == 0 or k.numel() == 0:
         return None
@@ -117,7 +115,7 @@ def _exactly(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float):
     out = q.new_empty(batch, seqlen_q, nheads, headdim).transpose(1, 2)
     lse = q.new_empty(batch, nheads, seqlen_q, dtype=torch.promote_types(q.dtype, torch.float32))
     right = 0 if is_causal else OPEN
-    blockwise.forward(Dense(q, k, v, None, None, scale, 0.0, 0, OPEN, right), out, lse=lse)
+    blockwise.forward(Dense(q, k, v, Scalars(scale, right=right)), out, lse=lse)
     return out, lse
 
 
@@ -145,9 +143,9 @@ def backward_whole(saved: Saved, is_causal: bool, scale: float) -> list[Tensor]:
 def cut(dense: Dense) -> tuple[int, list[Piece]]:
     """How many rows at the top see no key, and the pieces that the others see."""
     seqlen_q, seqlen_k = dense.q.shape[2], dense.k.shape[2]
-    if dense.right < 0:
+    if dense.scalars.right < 0:
         return 0, [Piece(0, seqlen_k, is_causal=False)]
-    last = dense.diagonal + dense.right  # the last key that row 0 sees
+    last = dense.diagonal + dense.scalars.right  # the last key that row 0 sees
     hidden = max(0, -last)
     full = last + hidden
     causal = Piece(full, min(seqlen_k, full + seqlen_q - hidden), is_causal=True)
@@ -161,13 +159,13 @@ def forward(dense: Dense) -> tuple[Tensor, Tensor]:
     if _has_overlap(q):
         q = q.clone(memory_format=torch.contiguous_format)
     rows = q[:, :, hidden:] if hidden else q
-    out, lse = _attend(rows, k, v=v, piece=pieces[0], scale=dense.scale)
+    out, lse = _attend(rows, k, v=v, piece=pieces[0], scale=dense.scalars.scale)
     for piece in pieces[1:]:
-        out_piece, lse_piece = _attend(rows, k, v=v, piece=piece, scale=dense.scale)
+        out_piece, lse_piece = _attend(rows, k, v=v, piece=piece, scale=dense.scalars.scale)
         out, lse = merge(out, lse, out2=out_piece, lse2=lse_piece)
     if dense.v.shape[3] < out.shape[3]:
         out = out[..., : dense.v.shape[3]]
-    sinks = None if dense.sinks is None else dense.sinks.to(lse.dtype).unsqueeze(1)
+    sinks = None if dense.extras.sinks is None else dense.extras.sinks.to(lse.dtype).unsqueeze(1)
     if sinks is not None:
         out = (out * share(lse, sinks).unsqueeze(-1)).to(out.dtype)
     if hidden:
@@ -227,14 +225,16 @@ def backward(dense: Dense, dout: Tensor, out: Tensor, lse: Tensor, grads: Grads)
     dout, out = (_with_rows(_pad(x.to(lse.dtype), q.shape[3] - x.shape[3])) for x in (dout, out))
     if hidden:
         dout, q, out, lse = (x[:, :, hidden:] for x in (dout, q, out, lse))
-    if dense.sinks is not None:
+    if dense.extras.sinks is not None:
         # dP of a sink is 0, and its P exp(sink - LSE): dS is -P * delta
-        p = torch.exp(dense.sinks.to(lse.dtype).unsqueeze(1) - lse)
+        p = torch.exp(dense.extras.sinks.to(lse.dtype).unsqueeze(1) - lse)
         grads.dsinks.sub_((p * (dout * out).sum(-1)).sum((0, 2)))
     dq_sum = None
     for start, stop, is_causal in pieces:
         keys, values = k[:, :, start:stop], v[:, :, start:stop]
-        dq, dk, dv = _backward(dout, q, keys, values, out, lse, 0.0, is_causal, scale=dense.scale)
+        dq, dk, dv = _backward(
+            dout, q, keys, values, out, lse, 0.0, is_causal, scale=dense.scalars.scale
+        )
         dq_sum = dq if dq_sum is None else dq_sum + dq
         for grad, part in ((grads.dk, dk), (grads.dv, dv)):
             grad[:, :, start:stop].copy_(part[..., : grad.shape[3]])

@@ -66,7 +66,7 @@ def _chunk(dense: Dense, batch: slice, heads: slice, dtype: torch.dtype) -> Chun
         .expand(dense.q.shape[0], -1)
         .unflatten(1, (nheads_k, group))[batch, heads]
         .flatten(0, 1)[..., None, None]
-        for x in (dense.alibi_slopes, dense.sinks)
+        for x in (dense.extras.alibi_slopes, dense.extras.sinks)
     )
     return Chunk(batch, heads, group=group, k=k, v=v, slopes=slopes, sinks=sinks)
 
@@ -125,8 +125,9 @@ def bias_and_mask(s: Tensor, dense: Dense, x: Chunk, r: QueryRange, keys: slice)
 def _hidden(dense: Dense, r: QueryRange, start: int, stop: int) -> Tensor:
     q_idx, k_idx = positions(r.start, r.stop).unsqueeze(1), positions(start, stop)
     hidden = torch.zeros(r.stop - r.start, stop - start, dtype=torch.bool, device="cpu")
-    if dense.left >= 0:
-        hidden |= ~predicates.within_left(q_idx, k_idx, diagonal=dense.diagonal, left=dense.left)
-    if dense.right >= 0:
-        hidden |= ~predicates.within_right(q_idx, k_idx, diagonal=dense.diagonal, right=dense.right)
+    left, right, diagonal = dense.scalars.left, dense.scalars.right, dense.diagonal
+    if left >= 0:
+        hidden |= ~predicates.within_left(q_idx, k_idx, diagonal=diagonal, left=left)
+    if right >= 0:
+        hidden |= ~predicates.within_right(q_idx, k_idx, diagonal=diagonal, right=right)
     return hidden

@@ -136,9 +136,7 @@ class Kernels:
             dict(FEATURES=self.plan.features, TILE=tile),
             dict(num_warps=8, num_stages=1),
         )
-        return checked(
-            program.Launch(attn_bwd_dbias_kernel, programs, args, constants, options)
-        )
+        return checked(program.Launch(attn_bwd_dbias_kernel, programs, args, constants, options))
 
     def over_rows(self, kernel: Any, args: dict[str, Any]) -> program.Launch:
         """A kernel before or after that of the gradients, over tiles of ROWS queries."""
