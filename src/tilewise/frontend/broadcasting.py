@@ -48,7 +48,7 @@ def batched(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, words: 
     before = [shape[:-2] for shape in shapes]
     if enable_gqa:  # key heads count as those that they serve
         before[1:] = [(*dims[:-1], before[0][-1]) for dims in before[1:]]
-    of_scores = _broadcast(*before[:2])
+    of_scores = _broadcast(before[0], before[1])
     of_out = None if of_scores is None else _broadcast(of_scores, before[2])
     if of_scores is None or of_out is None:
         raise ArgumentError(

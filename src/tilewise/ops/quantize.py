@@ -126,17 +126,17 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         sequences = starts.shape[0] - 1
         columns = packed_columns(v.shape[1], sequences)
 
-    def number(is_there: bool, *shape: int) -> Tensor:
+    def number(is_there: bool, shape: tuple[int, ...]) -> Tensor:
         return q.new_empty(shape if is_there else (0,), dtype=torch.float32)
 
     heads = sequences, k.shape[2]
     return (
         *(x.new_empty(x.shape, dtype=FP8) for x in (q, k)),
         v.new_empty(v.shape[0], *v.shape[2:], columns, dtype=FP8),
-        *(number(x is None, *heads) for x in scales),
-        number(smooth_k, *heads, k.shape[3]),
-        number(smooth_v, *heads, v.shape[3]),
-        number(smooth_v and v.shape[3] > TWO_LEVELS),
+        *(number(x is None, heads) for x in scales),
+        number(smooth_k, (*heads, k.shape[3])),
+        number(smooth_v, (*heads, v.shape[3])),
+        number(smooth_v and v.shape[3] > TWO_LEVELS, ()),
     )
 
 

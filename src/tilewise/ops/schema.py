@@ -134,8 +134,8 @@ class Once(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        no_double_backward(ctx, *grads)
+        no_double_backward(ctx)
 
     @staticmethod
     def jvp(ctx, *tangents):
-        no_double_backward(ctx, *tangents)
+        no_double_backward(ctx)
