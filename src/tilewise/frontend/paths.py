@@ -34,7 +34,7 @@ class Fp8Arguments(NamedTuple):
     q_descale: Tensor | None
     k_descale: Tensor | None
     v_descale: Tensor | None
-    extras: Extras  # alibi_slopes, sinks and lengths
+    extras: Extras  # without a bias and what functions captured
     causal: bool | str
     scale: float | None
     window: Window
