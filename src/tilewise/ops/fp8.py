@@ -67,7 +67,7 @@ def attention(call: Call, x: Quantized, extras: Extras, wants_lse: bool) -> tupl
 
 
 def _attend(call: Call, x: Quantized, extras: Extras, wants_lse: bool) -> tuple[Tensor, Tensor]:
-    inputs = Inputs._make((x.q, x.k, x.v_t, *x.scales, x.v_mean, x.v_drift))
+    inputs = Inputs(x.q, x.k, x.v_t, *x.scales, x.v_mean, x.v_drift)
     if needs_dispatcher((*inputs, *extras.tensors)):
         register_late()
         out, lse = torch.ops.tilewise.flash_attn_fp8_forward(*_arguments(call, inputs, extras))
