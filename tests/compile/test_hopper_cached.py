@@ -108,3 +108,25 @@ def test_pages_compile(headdims, page_size, name):
     assert not IS_3_6 or max(headdims) > 128 or sum(map(spills_in, loops)) == 0
     copies = innermost_loops(kernel, "UTMALDG")[0]
     assert not IS_3_6 or page_size < 64 or spills_in(copies) == 0
+
+
+@pytest.mark.parametrize("headdims, page_size", [((128, 128), None), ((128, 128), 16)])
+def test_parts_and_their_fold_compile(headdims, page_size):
+    """A chunk of few queries, whose tiles several programs share."""
+    room, heads, heads_k = 4096, 32, 8
+    q = torch.empty(1, 128, heads, headdims[0], dtype=BF16)
+    shape = (999, page_size) if page_size else (1, room)
+    k, v = (torch.empty(*shape, heads_k, n, dtype=BF16) for n in headdims)
+    table = torch.zeros(1, room // page_size, dtype=INT32) if page_size else None
+    lengths, numbers = (torch.ones(1, dtype=INT32), None), (True, None, None, None, None)
+    cached = check_cached(q, k, v, table, lengths, (None, None, None), numbers, "bshd")
+    out, lse = q.new_empty(*q.shape[:-1], headdims[1]), torch.empty(1, heads, 128)
+    launch, fold = program_of(cached, out, lse, schedules.launches_of).launches
+    assert launch.args["optionals"].parts.count == 4
+    kernel, kernel_of_fold = build_launch(alone(launch), "sm90"), build_launch(fold, "sm90")
+    sizes = stats(kernel)
+    assert sizes["smem"] <= SMEM_LIMIT["sm90"] and not sizes["wgmma_serialized"], sizes
+    assert not sizes["copies_apart"] and not sizes["idle_barriers"], sizes
+    loops = *innermost_loops(kernel, "HGMMA")[:2], innermost_loops(kernel, "UTMALDG")[0]
+    assert not IS_3_6 or sum(map(spills_in, loops)) == 0
+    assert stats(kernel_of_fold)["spill_stores"] == 0

@@ -40,6 +40,7 @@ def served(monkeypatch):
 
     monkeypatch.setattr(schedules, "why_in_pieces", noted)
     monkeypatch.setattr(schedules, "least_queries", lambda nheads, group: 9)
+    monkeypatch.setattr(schedules, "parts_of", lambda cached, problem: 1)
     return seen
 
 
@@ -199,7 +200,8 @@ def test_which_calls_are_served_so(monkeypatch):
     assert [schedules.least_queries(*x) for x in heads] == [128, 512, 128, 9]
     for page_size in (None, 8, 16, 64, 128, 256, 1024):
         assert asked(page_size=page_size) is None
-    assert "fewer than 128 queries" in asked(127)
+    assert asked(32) is None and "fewer than 32 queries" in asked(31)
+    assert "fewer than 128 queries" in asked(127, page_size=None, used=None)
     assert "split_size" in asked(split_size=512)
     with tilewise.batch_invariant():
         assert "batch_invariant" in asked()

@@ -165,7 +165,7 @@ def planned_by(
 ) -> Planned:
     """As a backend plans the step."""
     if not in_pieces:
-        return Planned([chunk_launch(cached)], 0, True)
+        return Planned(chunk_launches(cached, target), 0, True)
     if backend == "portable":
         launches = portable_launches(cached, None if card is None else card.sms)
         partials = launches[0].args["partials"]
@@ -200,12 +200,18 @@ def portable_launch(launch: Any, target: str) -> Launch:
     return launch_of(name, tile, stages=stages, tiles=tiles, build=build)
 
 
-def chunk_launch(cached: Cached) -> Launch:
-    """Hopper's launch of a chunk: that of the training forward."""
+def chunk_launches(cached: Cached, target: str) -> list[Launch]:
+    """Hopper's launch of a chunk, that of the training forward, and the fold of its parts."""
     from ..kernels.common.decode_step import program_of
     from ..kernels.hopper.fwd.cached import launches_of
 
-    return hopper_launch(program_of(cached, *outputs_of(cached), launches_of).launches[-1])
+    launch, *folds = program_of(cached, *outputs_of(cached), launches_of).launches
+    shown = [hopper_launch(launch)]
+    for fold in folds:
+        tile, name = fold.constants["TILE"], fold.kernel.__name__
+        build = functools.partial(build_launch, fold, target)
+        shown.append(launch_of(name, tile, stages=1, tiles=fold.programs, build=build))
+    return shown
 
 
 def hopper_plan(of: Decode, cached: Cached, card: Card) -> Planned:

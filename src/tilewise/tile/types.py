@@ -30,6 +30,15 @@ class Table(NamedTuple):
     page_size: int
 
 
+class Parts(NamedTuple):
+    """The parts that the keys of each tile are divided into, and the memory of their states."""
+
+    acc_o: torch.Tensor  # fp32, rows by tile, warpgroup, part
+    m_i: torch.Tensor
+    l_i: torch.Tensor
+    count: int
+
+
 class Optionals(NamedTuple):
     """Memory of the optional tensors, or None; the constexpr flags of `Features` say which are
     there.
@@ -46,6 +55,7 @@ class Optionals(NamedTuple):
     modifiers: Modifiers | int = 0
     runs: Runs | None = None
     pages: Table | None = None  # where keys are pages of a cache
+    parts: Parts | None = None  # where programs share the keys of a tile
 
 
 class Runs(NamedTuple):

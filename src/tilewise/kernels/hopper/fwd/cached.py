@@ -25,6 +25,7 @@ from ....problem import Problem
 from ....tile.paging import batch_of, capacity
 from ....tile.types import Table
 from ...common.alignment import TMA, misplaced
+from ...common.building import num_sms
 from ...common.cached import Cached
 from ...common.decode_step import DecodeStep, program_of, run
 from ...common.operand import Within
@@ -33,7 +34,8 @@ from ..decode import launch as decoding
 from ..decode.tiles import is_box
 from ..descriptors import is_in_steps, ragged_steps
 from ..layouts import column_groups
-from .launch import plan_for, steps_of
+from .launch import KeyCache, pack_of, plan_for, steps_of
+from .parts_launch import BLOCKS, SMS, count_of
 
 Tensor = torch.Tensor
 TILE_ROWS = 128  # of queries, times the query heads of a key head where these share a tile
@@ -41,6 +43,9 @@ TILE_ROWS = 128  # of queries, times the query heads of a key head where these s
 # gain: an H100, 32 query heads, 8 of keys, 32Ki keys, decoding's time over the other's: 1.10 with
 # 128 queries, which are 32 tiles, 1.38 with 256, 1.42 with 512; of 8 sequences of 128 1.39
 FEWEST_TILES = 32
+# Of tiles whose keys have parts: with 32 queries, which are 8 tiles, of one sequence with 4Ki, 8Ki
+# and 32Ki keys decoding's time over theirs is 1.1, 1.4 and 1.6
+FEWEST_WITH_PARTS = 8
 MOST_COPIES = 32  # of a block: with twice as many, pages of 8 at headdim 192, 1.4 KB a thread spill
 LAST = 2**31 - 1  # a coordinate of TMA
 
@@ -54,11 +59,17 @@ def least_queries(nheads: int, group: int) -> int:
 
 
 def least_of(cached: Cached) -> int:
-    """`least_queries` of a call; of a packed one half as many, because others of a step keep the
-    GPU busy, as a power of two, which is what is known of its bound.
+    """`least_queries` of a call, or fewer where the keys of a tile have parts; of a packed one half
+    as many, because others of a step keep the GPU busy, as a power of two, which is what is known
+    of its bound.
     """
     nheads = cached.q.shape[-2]
-    least = least_queries(nheads, nheads // cached.k.shape[2])
+    group = nheads // cached.k.shape[2]
+    least = least_queries(nheads, group)
+    if blocks_of(cached) == BLOCKS:
+        of_tiles = triton.cdiv(FEWEST_WITH_PARTS * TILE_ROWS, nheads)
+        fewest = max(of_tiles, triton.cdiv(TILE_ROWS, group), decoding.FEW_QUERIES + 1)
+        return min(least, fewest)
     if cached.extras.cu_seqlens_q is None:
         return least
     return max(triton.next_power_of_2(least) // 2, 2 * decoding.FEW_QUERIES)
@@ -123,8 +134,8 @@ def chunk_of(cached: Cached) -> int:
 def launches_of(
     cached: Cached, problem: Problem, out: Any, lse: Any, work: Workspace, chunk: int = 0
 ) -> list[Any]:
-    """The launch of chunks; with `chunk`, from as many queries on, behind that of other sequences,
-    whose counters it shares.
+    """The launches of chunks; with `chunk`, from as many queries on, behind that of other
+    sequences, whose counters they share.
     """
     steps, counter = [], None
     if chunk:
@@ -141,10 +152,32 @@ def launches_of(
         v=cached.v,
         out=in_batch(out),
         lse=lse,
-        pages=pages_of(cached),
-        chunk=chunk,
-        counter=counter,
+        cache=KeyCache(pages_of(cached), chunk, counter, parts_of(cached, problem)),
     )
+
+
+def blocks_of(cached: Cached) -> int:
+    """Blocks of keys that a tile is planned for; 0 where the keys of a tile have no parts: of
+    packed queries, and without lengths.
+    """
+    extras, scalars = cached.extras, cached.scalars
+    if extras.cu_seqlens_q is not None or extras.seqused_k is None:
+        return 0
+    if scalars.left < 0:
+        return BLOCKS
+    return min(triton.cdiv(TILE_ROWS + scalars.left + max(scalars.right, 0), TILE_ROWS), BLOCKS)
+
+
+def parts_of(cached: Cached, problem: Problem) -> int:
+    """How many programs share the keys of each tile."""
+    q, blocks = cached.q, blocks_of(cached)
+    if not blocks:
+        return 1
+    seqlen_q, pack = q.shape[1], pack_of(problem, q.shape[1])
+    heads = problem.nheads_k if pack > 1 else problem.nheads
+    tiles = heads * triton.cdiv(seqlen_q * pack, TILE_ROWS)
+    sms = num_sms(q.device) if q.device.type == "cuda" else SMS
+    return count_of(tiles, sms=sms, blocks=blocks)
 
 
 def pages_of(cached: Cached) -> Table | None:

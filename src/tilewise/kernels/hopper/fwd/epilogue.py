@@ -18,6 +18,7 @@ from ..pipeline import make_barriers
 from ..rescale import rounded_off
 from ..tma import store_ragged
 from ..work import key_head
+from .parts import leave_part
 from .rows import head_of_row, query_of_row
 from .varlen import place_in, rows_in
 
@@ -53,6 +54,26 @@ def make_handovers(WARPGROUPS: gl.constexpr, FEATURES: gl.constexpr):
 
 @gluon.jit
 def write_tile(
+    acc_o,
+    m_i,
+    l_i,
+    work,
+    output,
+    call,
+    parity,
+    WG: gl.constexpr,
+    FEATURES: gl.constexpr,
+    TILE: gl.constexpr,
+):
+    """Stores 64 rows of O, and their lse; of a part of a tile its state."""
+    if call.optionals.parts is None:
+        write_rows(acc_o, m_i, l_i, work, output, call, parity, WG, FEATURES, TILE)
+    else:
+        leave_part(acc_o, m_i, l_i, work, call.optionals.parts, WG, TILE)
+
+
+@gluon.jit
+def write_rows(
     acc_o,
     m_i,
     l_i,

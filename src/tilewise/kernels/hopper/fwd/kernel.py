@@ -83,8 +83,9 @@ def hopper_fwd_kernel(
         rings = Rings((q_0, q_1), kv_ring, messages=messages, bias=bias)
     else:
         rings = Rings((q_0, q_1, q_2), kv_ring, messages=messages)
-    # Of packed chunks the load warp finds tiles and pages: with 40, 46 spills in its loop
-    FINDS: gl.constexpr = FEATURES.CHUNK > 0 and TILE.PAGE > 0
+    # Of packed chunks, and of parts, the load warp finds tiles and pages: with 40, 46 spills in its
+    # loop
+    FINDS: gl.constexpr = (FEATURES.CHUNK > 0 or optionals.parts is not None) and TILE.PAGE > 0
     ATTEND: gl.constexpr = 216 if FINDS else 232
     LOAD: gl.constexpr = 72 if FINDS else 40
     if WARPGROUPS == 2 and BY_TMA:

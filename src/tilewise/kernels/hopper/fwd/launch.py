@@ -32,6 +32,7 @@ from ..tile_counter import tile_counter
 from . import dropout, runs
 from .epilogue import out_columns
 from .kernel import hopper_fwd_kernel
+from .parts_launch import fold_of, in_parts
 
 Tensor = torch.Tensor
 WARPGROUP_ROWS = 64  # of a warpgroup's tile
@@ -51,6 +52,19 @@ class Plan(NamedTuple):
     layouts: tuple[Any, ...]  # of these blocks in shared memory
 
 
+class KeyCache(NamedTuple):
+    """What is a cache's of a forward over one: where its pages lie; of packed queries, that it
+    computes the sequences of `chunk` or more, while another launch computes the others, and no two
+    share a `counter`; how many `parts` the keys of each tile have.
+    """
+
+    pages: Table | None = None
+    chunk: int = 0
+    counter: Gap | None = None
+    parts: int = 1
+
+
+NO_CACHE = KeyCache()
 FORWARD = ("q", "k", "v", *Extras._fields)  # what a call passes, in this order
 
 
@@ -101,14 +115,9 @@ def steps_of(
     v: Any,
     out: Any,
     lse: Any,
-    pages: Table | None = None,
-    chunk: int = 0,
-    counter: Gap | None = None,
+    cache: KeyCache = NO_CACHE,
 ) -> list[Any]:
-    """The steps of a forward; `pages` are where k and v are those of a cache. Of its packed queries
-    they compute the sequences of `chunk` or more, while another launch computes the others; no two
-    share a `counter`.
-    """
+    """The steps of a forward, of k and v that are those of a `cache`, if there is one."""
     if k.shape[1] == 0:  # no keys: a descriptor of no rows is invalid
         if not problem.is_packed:
             return [TorchStep(nothing, ("out", "lse", "sinks"))]
@@ -124,10 +133,13 @@ def steps_of(
         q, k, v = readable.copied((q, k, v), is_copied)
     if problem.has_seqused_k and not problem.is_packed:
         k, v = readable.copied((k, v), [not is_in_steps(x) for x in (k, v)])
-    plan = plan_for(problem, q, extras, is_v_flat, pages, chunk)
-    args = arguments(problem, plan, q, k, v, out, lse, in_pairs(extras, plan), scalars, pages)
-    if counter is not None:
-        args["queue"] = args["queue"]._replace(counter=counter)
+    plan = plan_for(problem, q, extras, is_v_flat, cache.pages, cache.chunk, cache.parts > 1)
+    args = arguments(problem, plan, q, k, v, out, lse, in_pairs(extras, plan), scalars, cache.pages)
+    if cache.counter is not None:
+        args["queue"] = args["queue"]._replace(counter=cache.counter)
+    if cache.parts > 1:
+        args = in_parts(args, plan.tile, count=cache.parts, work=work)
+        return [*readable.steps, launch_of(plan, args), fold_of(args, plan, out)]
     return [*readable.steps, launch_of(plan, args, launch_pdl=True)]
 
 
@@ -214,10 +226,11 @@ def plan_for(
     is_flat: bool = False,
     pages: Table | None = None,
     chunk: int = 0,
+    has_parts: bool = False,
 ) -> Plan:
     """The plan of a call; of packed sequences that of long ones where `max_seqlen_q` allows some,
     else that of their mean length. With `chunk`, of packed sequences over a KV cache with as
-    many queries, whatever the others are.
+    many queries, whatever the others are. `has_parts`: programs share the keys of a tile.
     """
     seqlen_q = max(1, q.shape[1] // max(1, extras.sequences))
     # Members of a group lie in a dimension of their own, and `ragged_by_head` has none left
@@ -226,7 +239,7 @@ def plan_for(
     is_copied = has_tiles(extras.bias, q)
     bias = bias_step(extras.bias), is_copied
     page_size = 0 if pages is None else pages.page_size
-    plan = plan_of(problem, q.device, is_short, pack, *bias, is_flat, page_size)
+    plan = plan_of(problem, q.device, is_short, pack, *bias, is_flat, page_size, has_parts)
     return plan._replace(features=plan.features._replace(CHUNK=chunk)) if chunk else plan
 
 
@@ -239,6 +252,7 @@ def plan_of(
     has_tiles: bool = False,
     is_flat: bool = False,
     page_size: int = 0,
+    has_parts: bool = False,
 ) -> Plan:
     """The plan of a problem, as the tuning tables say."""
     block_d, block_dv = (
@@ -250,7 +264,8 @@ def plan_of(
     widest = max(block_d, block_dv)  # to 192, with 128 of V: 128 keys fit
     config = select(Key(arch, "hopper_fwd", widest, 16, problem.is_causal, is_short), device)
     warpgroups = config.BLOCK_M // WARPGROUP_ROWS
-    if pack > 1 or problem.has_alibi or problem.has_left or problem.is_modified or page_size:
+    takes_registers = has_parts or problem.has_alibi or problem.has_left or problem.is_modified
+    if takes_registers or pack > 1 or page_size:
         warpgroups = 2  # three have 160 registers a thread each: positions would spill
     of_o = out_columns(block_d, block_dv)
     block_n = config.BLOCK_N

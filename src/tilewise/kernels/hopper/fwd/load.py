@@ -29,6 +29,7 @@ from ..work import (
     reset_counter,
 )
 from .key_blocks import KeyBlock, block_of, load_rows, nowhere
+from .parts import open_part
 from .runs import arrived_block, await_keys, open_run, open_runs
 from .transpose import await_values, leave
 from .varlen import find_tile, no_more, open_in_batch, open_ragged, place_in
@@ -87,7 +88,10 @@ def load_partition(sources, rings, call, FEATURES: gl.constexpr, TILE: gl.conste
     else:
         tiles = call.queue.tiles
         while tile < tiles:
-            work = open_in_batch(tile, call, FEATURES=FEATURES, TILE=TILE)
+            if call.optionals.parts is None:
+                work = open_in_batch(tile, call, FEATURES=FEATURES, TILE=TILE)
+            else:
+                work = open_part(tile, call, FEATURES=FEATURES, TILE=TILE)
             progress, tile = load_tile(sources, rings, progress, work, call, FEATURES, TILE)
         has_values = True
     reset_counter(call.queue, tile, tiles=tiles)
