@@ -3,12 +3,12 @@ backend answers None or the reason why not.
 
 A backend is a package or module with `NAME`, `supports(problem, device) -> None | str`,
 `prepare(problem, scalars, q, k)`, which returns `(q, k, v, extras) -> (out, lse)` for all calls of
-one signature, and `prepare_backward(problem, scalars)`, which returns `(saved, extras) -> Grads`
-for all backwards of one signature; one of several kernels has
-`interleaved(saved, extras, between)`, with what a caller launches between them. A backend that
-needs tensors at multiples of bytes (`kernels.common.alignment.DENSE`) has `why_copied(problem)`:
-why it copies others, or None where it refuses them. Refusals are data: the error for a problem that
-nothing serves prints them all, and `tilewise info` shows them.
+one signature, and `prepare_backward(problem, scalars)`, which returns
+`(saved, extras, between=None) -> Grads` for all backwards of one signature, with what a caller
+launches between its kernels. A backend that needs tensors at multiples of bytes
+(`kernels.common.alignment.DENSE`) has `why_copied(problem)`: why it copies others, or None where it
+refuses them. Refusals are data: the error for a problem that nothing serves prints them all, and
+`tilewise info` shows them.
 
 A backend with FP8 products has `supports_fp8(problem, device, out_dtype)` and
 `prepare_fp8(problem, scalars, out_dtype)`, which returns `(quantized, extras) -> (out, lse)`. One
@@ -32,14 +32,14 @@ import torch
 from .errors import ArgumentError, Avoidable, Slower, warn_slow
 from .kernels.common.alignment import DENSE, check_elements, misplaced
 from .kernels.common.outputs import has_no_sequence, padding_grads, padding_out
-from .problem import Call, Extras, Grads, Problem, Saved
+from .problem import Between, Call, Extras, Grads, Problem, Saved
 
 if TYPE_CHECKING:
     from .kernels.common.cached import Cached
 
 Tensor = torch.Tensor
 Forward = Callable[[Tensor, Tensor, Tensor, Extras], tuple[Tensor, Tensor]]
-Backward = Callable[[Saved, Extras], Grads]
+Backward = Callable[[Saved, Extras, Between | None], Grads]
 
 # In order of preference. A module is imported on first use, so that a machine without Triton never
 # needs it.

@@ -8,18 +8,14 @@ import triton
 from helpers.tiers import sample, sample_rows
 
 from tilewise import mods
-from tilewise.kernels.common.arguments import aligned, numbers_of, optionals_of, sizes_of, strided
-from tilewise.kernels.common.bwd_delta import Accumulated, Scaled, bwd_delta_kernel
-from tilewise.kernels.common.bwd_rest import attn_bwd_rest_kernel
-from tilewise.kernels.common.outputs import empty_grads
+from tilewise.explain.launches import build_launch
+from tilewise.kernels.common.operand import operands_of
+from tilewise.kernels.common.results import BACKWARD
 from tilewise.kernels.hopper.bwd import launch as bwd_launch
-from tilewise.kernels.hopper.bwd.bias_pairs import target_of
-from tilewise.kernels.hopper.descriptors import checked
-from tilewise.kernels.hopper.padded import empty_rows, with_padded_rows
 from tilewise.mods.flatten import modifiers_of
-from tilewise.problem import Extras, Saved, Scalars, describe
+from tilewise.problem import Extras, Scalars, describe
 from tilewise.sparse import create_block_mask
-from tilewise.testing import SMEM_LIMIT, build, stats
+from tilewise.testing import SMEM_LIMIT, stats
 
 pytestmark = pytest.mark.compile
 
@@ -58,7 +54,7 @@ FEATURES = {
 }
 
 
-def launch_of(
+def launches_of(
     headdim,
     headdim_v=0,
     nheads_k=4,
@@ -78,9 +74,7 @@ def launch_of(
     dropout=0.0,
     exact=False,
 ):
-    """The plan of a call, and the arguments of its kernels before, at and after the core; of so
-    many packed sequences, if any.
-    """
+    """The launches of a call, by the names of their kernels; of packed `sequences`."""
     batch = 1 if sequences else 2
     q = torch.empty(batch, 4096, 4, headdim, dtype=dtype)
     k = torch.empty(batch, 4096, nheads_k, headdim, dtype=dtype)
@@ -99,23 +93,9 @@ def launch_of(
     scalars = Scalars(headdim**-0.5, softcap, left, 0 if causal else -1, dropout)
     flags = "bottom_right", deterministic, names, learned
     problem = describe(q, k, v, extras, scalars, *flags)._replace(has_fp32_key_grads=exact)
-    grads = with_padded_rows(empty_grads(problem, q, k, v, extras))
-    q, k, v, out = (x if aligned(x) else empty_rows(x, *x.shape) for x in (q, k, v, out))
-    plan, _ = bwd_launch.plan_for(problem, scalars, q, k, v, biases, grads.dbias)
-    groups = optionals_of(extras, names), sizes_of(q, k, extras), numbers_of(scalars, q, k)
-    blocks = bwd_launch.padded_blocks(problem, groups[1])
-    padded = blocks * bwd_launch.ROWS
-    dq_semaphore = torch.empty(batch, 4, blocks, 2, dtype=torch.int32) if deterministic else None
-    dq = torch.empty(batch, 4, padded, plan.tile.BLOCK_D)
-    accumulated = Accumulated(dq, torch.empty(batch, 4, 2, padded), padded, 1.0)
-    if bias or score:
-        accumulated = Scaled(*accumulated, lse, strided(out))
-    added = accumulated, dq_semaphore
-    pairs = biases, target_of(plan, grads, None)
-    saved = Saved(out, None, q, k, v, out, lse)
-    args = bwd_launch.arguments(problem, plan, saved, added, grads, pairs, groups)
-    before = strided(out), strided(out), lse, None, None, *added, None, *groups[:2]
-    return plan, args, before, (dq, strided(grads.dq), *groups)
+    operands = operands_of(BACKWARD, (out, None, q, k, v, out, lse, *extras.tensors))
+    program = bwd_launch.backward_program(problem, scalars, **operands)
+    return {x.kernel.__name__: x for x in program.launches}
 
 
 def functions_of(mask, score, is_by_blocks, shape):
@@ -134,27 +114,24 @@ def functions_of(mask, score, is_by_blocks, shape):
 
 def compiled_stats(*headdims, most=None, **features):
     """What the compiler says, within `most` spilled bytes, or what is measured of bands."""
-    plan, args, before, behind = launch_of(*headdims, **features)
-    keys = [x[0] for x in (args.q, args.k, args.v)]
-    constants = dict(FEATURES=plan.features, TILE=plan.tile, num_warps=4)
-    found = stats(build(bwd_launch.hopper_bwd_kernel, *checked(args), on="sm90", **constants))
+    launches = launches_of(*headdims, **features)
+    main = launches["hopper_bwd_kernel"]
+    tile, found = main.constants["TILE"], stats(build_launch(main, "sm90"))
     assert found["smem"] <= SMEM_LIMIT["sm90"], found
     assert found["HGMMA"] > 0 and found["UTMALDG"] > 0 and found["HMMA"] == 0, found
     assert found["copies_apart"] == 0 and found["idle_barriers"] == 0, found
     if IS_MEASURED:
         assert not found["wgmma_serialized"], found
-        widest = max(plan.tile.BLOCK_D, plan.tile.BLOCK_DV)
+        widest = max(tile.BLOCK_D, tile.BLOCK_DV)
         extra = SOFTCAP_SPILLS if features.get("softcap") else 0
         extra += 100 if features.get("deterministic") else 0
         extra += 24 if features.get("used") else 0
         assert found["spill_stores"] <= (SPILLS[widest] + extra if most is None else most), found
-    edge = dict(FEATURES=plan.features, TILE=plan.edge, num_warps=8)
-    for kernel, args in ((bwd_delta_kernel, before), (bwd_launch.hopper_bwd_dq_kernel, behind)):
-        assert stats(build(kernel, *args, on="sm90", **edge))["spill_stores"] == 0
+    for name in ("bwd_delta_kernel", "hopper_bwd_dq_kernel"):
+        edge = launches[name]._replace(options=dict(num_warps=8))
+        assert stats(build_launch(edge, "sm90"))["spill_stores"] == 0
     if features.get("bias") or features.get("score"):
-        of_rest = *map(strided, keys), before[2], before[2], *behind[2:]
-        edge |= dict(TILE=plan.edge._replace(BLOCK_M=64, BLOCK_N=64), num_stages=1)
-        of_rest = stats(build(attn_bwd_rest_kernel, *of_rest, on="sm90", **edge))
+        of_rest = stats(build_launch(launches["attn_bwd_rest_kernel"], "sm90"))
         assert of_rest["smem"] <= SMEM_LIMIT["sm90"] and of_rest["spill_stores"] == 0, of_rest
     return found
 

@@ -86,7 +86,8 @@ def fake_memory(monkeypatch):
     def renewed(operand, device=None):
         if device is not None:
             return new(operand, device)
-        return found(tuple(operand.shape), operand.strides, operand.dtype)
+        x = found(tuple(operand.shape), operand.strides, operand.dtype)
+        return x.zero_() if operand.is_cleared else x
 
     def slices_of(slices, device):
         starts = workspace.starts_of(slices)

@@ -8,7 +8,7 @@ import torch
 from helpers.tiers import every, sample, sample_rows
 
 import tilewise
-from tilewise.kernels.hopper.bwd import launch as bwd_launch
+from tilewise.kernels.hopper.bwd import plan
 from tilewise.problem import Extras, Scalars, describe
 from tilewise.testing import use_emulator
 from tilewise.testing.cases import Case, run_case
@@ -87,7 +87,7 @@ def test_deterministic_in_any_order_of_events(causal, headdim):
     ],
 )
 def test_tiles(problem, sides):
-    assert bwd_launch.plan_of(problem, True).tile[:4] == sides
+    assert plan.plan_of(problem, True).tile[:4] == sides
 
 
 @pytest.mark.parametrize("scale", [1e-38, 1e-3])

@@ -15,8 +15,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from gluon_emulator.hopper import emulate
+from tilewise.kernels.hopper import tile_counter
 from tilewise.kernels.hopper.bwd import launch as bwd_launch
-from tilewise.kernels.hopper.bwd import queue
 from tilewise.kernels.hopper.descriptors import GL_DTYPES, checked, ragged_by_head
 from tilewise.kernels.hopper.layouts import shared
 from tilewise.kernels.hopper.tma import load_ragged, store_ragged
@@ -231,7 +231,7 @@ def test_the_counter_of_tiles_is_back_at_zero(keys, deterministic):
     case = PackedCase("counted", (3,) * len(keys), keys, Features(), ONE_HEAD, spare=1)
     given, oracle, plain = packed_call(case, deterministic)
     counter = torch.zeros(1, dtype=torch.int32)
-    with mock.patch.object(queue, "counter_of", lambda device: counter):
+    with mock.patch.object(tile_counter, "counter", lambda *_: counter):
         for seed in range(3):
             assert_right(backward(given, seed), oracle, plain)
             assert counter.item() == 0

@@ -13,7 +13,6 @@ from helpers.tiers import sample
 
 from tilewise.kernels.hopper import tile_counter
 from tilewise.kernels.hopper.bwd import launch as hopper_backward
-from tilewise.kernels.hopper.bwd import queue
 from tilewise.kernels.hopper.fwd import launch as hopper
 from tilewise.kernels.portable import launch as portable
 from tilewise.problem import Extras, Saved, Scalars, describe
@@ -85,11 +84,8 @@ def call(backend, extras, batch=1, causal=False, deterministic=False):
     context, counter = use_interpreter(), torch.zeros(1, dtype=torch.int32)
     if backend == "hopper":
         forward, backward, context = hopper.forward, hopper_backward.backward, use_emulator(1)
-    counters = [
-        mock.patch.object(tile_counter, "counter", lambda *_: counter),
-        mock.patch.object(queue, "counter_of", lambda device: counter),
-    ]
-    with context, poisoned(), counters[0], counters[1]:
+    counters = mock.patch.object(tile_counter, "counter", lambda *_: counter)
+    with context, poisoned(), counters:
         out, lse = forward(problem, q, k, v, extras, scalars)
         assert counter.item() == 0
         grads = backward(problem, Saved(dout, None, q, k, v, out, lse), extras, scalars)

@@ -11,8 +11,6 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
-
 from .call import Call
 from .cards import Card
 from .occupancy import Occupancy, occupancy
@@ -102,6 +100,7 @@ def portable_launches(call: Call, target: str, direction: str) -> list:
     """
     from ..kernels.common.operand import operands_of
     from ..kernels.common.outputs import empty_out
+    from ..kernels.common.results import BACKWARD
     from ..kernels.portable import launch
 
     problem, q, k, v, extras, scalars = call
@@ -110,7 +109,7 @@ def portable_launches(call: Call, target: str, direction: str) -> list:
         return launch.forward_program(problem, scalars, target, **operands).launches
     out, lse = empty_out(problem, q)
     tensors = out, None, q, k, v, out, lse, *extras.tensors
-    operands = operands_of(launch.BACKWARD, tensors)
+    operands = operands_of(BACKWARD, tensors)
     program = launch.backward_program(problem, scalars, target, **operands)
     names = "attn_bwd_dkdv_kernel", "attn_bwd_dq_kernel"
     return [x for x in program.launches if x.kernel.__name__ in names]
@@ -154,49 +153,17 @@ def hopper_launch(launch: Any) -> Launch:
 
 
 def _hopper_backward(call: Call) -> Launch:
-    from ..kernels.common.arguments import numbers_of, optionals_of, sizes_of
-    from ..kernels.common.bwd_delta import Accumulated
-    from ..kernels.common.outputs import empty_grads, empty_out
-    from ..kernels.hopper.bwd import launch as bwd_launch
-    from ..kernels.hopper.bwd.bias_pairs import target_of
-    from ..kernels.hopper.descriptors import checked
-    from ..kernels.hopper.padded import with_padded_rows
-    from ..problem import Saved
-    from ..testing import build
+    from ..kernels.common.operand import operands_of
+    from ..kernels.common.outputs import empty_out
+    from ..kernels.common.results import BACKWARD
+    from ..kernels.hopper.bwd.launch import backward_program
 
     problem, q, k, v, extras, scalars = call
-    grads = with_padded_rows(empty_grads(problem, q, k, v, extras))
-    q, k, v = map(_in_padded_rows, (q, k, v))
-    plan, ds = bwd_launch.plan_for(problem, scalars, q, k, v, extras.bias, grads.dbias)
-    groups = optionals_of(extras, problem.mods), sizes_of(q, k, extras), numbers_of(scalars, q, k)
     out, lse = empty_out(problem, q)
-    dout = _in_padded_rows(out)
-    blocks = bwd_launch.padded_blocks(problem, groups[1])
-    heads, padded = lse.shape[:2], blocks * bwd_launch.ROWS
-    dq = torch.empty(*heads, padded, plan.tile.BLOCK_D)
-    turns = torch.empty(*heads, blocks, 2, dtype=torch.int32) if plan.tile.ORDERED else None
-    accumulated: Any = Accumulated  # of pointers in a kernel, of tensors here
-    added = accumulated(dq, torch.empty(*heads, 2, padded), padded, 1.0), turns
-    ds = None if ds is None else torch.empty(ds, dtype=q.dtype, device="meta")
-    pairs = extras.bias, target_of(plan, grads, ds)
-    saved = Saved(dout, None, q, k, v, dout, lse)
-    args = bwd_launch.arguments(problem, plan, saved, added, grads, pairs, groups)
-    kernel = bwd_launch.hopper_bwd_kernel
-    constants = dict(FEATURES=plan.features, TILE=plan.tile, num_warps=4)
-    building = functools.partial(build, kernel, *checked(args), on="sm90", **constants)
-    launch = launch_of(
-        "hopper_bwd_kernel",
-        plan.tile,
-        stages=2,  # for blocks of queries
-        tiles=args.queue.tiles,
-        build=building,
-    )
-    return launch._replace(is_persistent=True)
-
-
-def _in_padded_rows(x: torch.Tensor) -> torch.Tensor:
-    """Memory as the kernel reads it: a copy, where rows are no whole number of 16 bytes."""
-    from ..kernels.common.arguments import aligned
-    from ..kernels.hopper.padded import padded_width
-
-    return x if aligned(x) else x.new_empty(*x.shape[:-1], padded_width(x.shape[-1]))
+    operands = operands_of(BACKWARD, (out, None, q, k, v, out, lse, *extras.tensors))
+    program = backward_program(problem, scalars, **operands)
+    (launch,) = (x for x in program.launches if x.kernel.__name__ == "hopper_bwd_kernel")
+    tile, tiles = launch.constants["TILE"], launch.args["queue"].tiles
+    building = functools.partial(build_launch, launch, "sm90")
+    shown = launch_of("hopper_bwd_kernel", tile, stages=2, tiles=tiles, build=building)
+    return shown._replace(is_persistent=True)  # its stages are for blocks of queries

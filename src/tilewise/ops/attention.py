@@ -195,15 +195,7 @@ def run_backward(call: Call, saved: Saved, extras: Extras, between: Between | No
         for old in list(call.backwards)[: 1 - LOOKS]:
             call.backwards.pop(old, None)
         call.backwards[key] = prepared
-    if between is None:
-        return prepared(saved, extras)
-    interleaved: Any = getattr(prepared, "interleaved", None)  # where there are several kernels
-    if interleaved is not None:
-        return interleaved(saved, extras, between)
-    between.before_keys()
-    grads = prepared(saved, extras)
-    between.after_keys(grads)
-    return grads
+    return prepared(saved, extras, between)
 
 
 LOOKS = 8  # of one call, whose backwards are kept: a model has one or two

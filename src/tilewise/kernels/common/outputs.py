@@ -9,11 +9,12 @@ far as `torch.empty_like` keeps them.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 
-from ...problem import Extras, Grads, Problem, Saved
+from ...problem import Between, Extras, Grads, Problem, Saved
 
 if TYPE_CHECKING:
     from .quantized import Lengths
@@ -60,10 +61,22 @@ def padding_out(problem: Problem, q: torch.Tensor, *_: object) -> tuple[torch.Te
     return out, lse
 
 
-def padding_grads(problem: Problem, saved: Saved, extras: Extras) -> Grads:
+def padding_grads(
+    problem: Problem, saved: Saved, extras: Extras, between: Between | None = None
+) -> Grads:
     """Their backward."""
     grads = empty_grads(problem, saved.q, saved.k, saved.v, extras)
     for grad in grads:
         if grad is not None:
             grad.zero_()
+    return around(between, lambda: grads)
+
+
+def around(between: Between | None, gradients: Callable[[], Grads]) -> Grads:
+    """The gradients of a backward without kernels, before and after which a caller launches."""
+    if between is None:
+        return gradients()
+    between.before_keys()
+    grads = gradients()
+    between.after_keys(grads)
     return grads

@@ -50,7 +50,7 @@ class Launch(NamedTuple):
         """
         args = self.filled(values)
         if device.type == "cpu" and any(cpu_modes()):
-            interpret(self.kernel)[(self.programs,)](*args, **self.constants)
+            interpret(self.kernel)[(self.programs,)](*args, **without_assembly(self.constants))
             return None
         options = self.constants | self.options
         return first_launch(self.kernel, self.programs, *args, **options)
@@ -60,6 +60,14 @@ class Launch(NamedTuple):
         the order of these tensors, of which it was launched first; None where there is no way.
         """
         return relaunch_of(past_triton(compiled, self.programs), self.positional, [*values])
+
+
+def without_assembly(constants: dict[str, Any]) -> dict[str, Any]:
+    """Constants with which a kernel has no instruction of GPUs."""
+    features = constants.get("FEATURES")
+    if not getattr(features, "FAST_TANH", False):
+        return constants
+    return constants | dict(FEATURES=features._replace(FAST_TANH=False))
 
 
 def checked(launch: Launch) -> Launch:
@@ -78,6 +86,15 @@ class TorchStep(NamedTuple):
     names: tuple[str, ...]
 
 
+class Mark(NamedTuple):
+    """A place between launches, where a caller may launch something of its own."""
+
+    function: Callable[[Any, tuple[Any, ...]], None]  # of what the caller passed, and the outputs
+
+
+Step = Launch | TorchStep | Mark
+
+
 class Program:
     """The launches of all calls of one signature. Holds no tensor.
 
@@ -88,12 +105,12 @@ class Program:
     def __init__(
         self,
         names: Sequence[str],
-        steps: Sequence[Launch | TorchStep],
+        steps: Sequence[Step],
         workspace: Workspace,
         outputs: Sequence[Operand | None] = (),
     ) -> None:
         self.device = workspace.device
-        self.steps = [x for x in steps if isinstance(x, TorchStep) or x.programs]
+        self.steps = [x for x in steps if not isinstance(x, Launch) or x.programs]
         # What each call makes: tensors, as a view of a buffer takes torch longer, then buffers
         of_torch = {name for x in self.steps if isinstance(x, TorchStep) for name in x.names}
         in_buffers = [x for x in workspace.slices if x.name not in of_torch]
@@ -116,7 +133,7 @@ class Program:
         self.takes_addresses = not self.copied and len(self.launches) == len(self.steps)
         self.empty = allocator_of(self.device)
         self.index: int | None = None  # of the device for which the kernels are compiled
-        self.again: list[Relaunch | TorchStep] | None = None
+        self.again: list[Relaunch | TorchStep | Mark] | None = None
         self.needs_scratch = False
 
     @property
@@ -124,15 +141,17 @@ class Program:
         """The launches alone."""
         return [x for x in self.steps if isinstance(x, Launch)]
 
-    def __call__(self, tensors: Sequence[Any]) -> tuple[Any, ...]:
-        """Runs the program for tensors in the order of its names. Returns its outputs."""
+    def __call__(self, tensors: Sequence[Any], between: Any = None) -> tuple[Any, ...]:
+        """Runs the program for tensors in the order of its names. Returns its outputs. `between` is
+        for the functions of its marks.
+        """
         if self.copied:
             tensors = list(tensors)
             for place in self.copied:
                 tensors[place] = tensors[place].contiguous()
         again, empty = self.again, self.empty
         if again is None or not may_relaunch(self.index):
-            return self._start(tensors)
+            return self._start(tensors, between)
         new_tensors = [empty(*room) for room in self.rooms]
         for place in self.cleared:
             new_tensors[place].zero_()
@@ -153,14 +172,18 @@ class Program:
         for x in self.provided:
             provided.append(tensor := x.get(self.device, self.index, stream))
             row.append(tensor.data_ptr())
+        outputs = tuple(new_tensors[: len(self.returned)])
+        if not self.has_all:
+            outputs = tuple([None if n is None else new_tensors[n] for n in self.returned])
         for step in again:
-            if type(step) is TorchStep:
+            kind = type(step)
+            if kind is TorchStep:
                 step.function(*[tensors[self.names.index(x)] for x in step.names])
-            else:
+            elif kind is not Mark:
                 step(stream, row)
-        if self.has_all:
-            return tuple(new_tensors[: len(self.returned)])
-        return tuple([None if place is None else new_tensors[place] for place in self.returned])
+            elif between is not None:
+                step.function(between, outputs)
+        return outputs
 
     def again_at(self, row: Sequence[Any]) -> bool:
         """Launches it by the addresses of all in the order of its names but what it provides;
@@ -179,7 +202,7 @@ class Program:
         for step in self.again:
             step(stream, row)
 
-    def _start(self, tensors: Sequence[Any]) -> tuple[Any, ...]:
+    def _start(self, tensors: Sequence[Any], between: Any) -> tuple[Any, ...]:
         """Runs the program by Triton's front end, which compiles the kernels, and keeps how it is
         run again. On CPU tensors the interpreter runs it.
         """
@@ -190,14 +213,17 @@ class Program:
             values |= tensors_of(self.slices, self.device) | tensors_of(self.zeros, self.device)
             values |= self._provided()
             triton.set_allocator(scratch)  # per thread: autograd's backward runs in its own
+            outputs = tuple(None if n is None else new_tensors[n] for n in self.returned)
             for step in self.steps:
                 if isinstance(step, TorchStep):
                     step.function(*[values[name] for name in step.names])
-                else:
+                elif isinstance(step, Launch):
                     compiled.append(step.start(values, self.device))
+                elif between is not None:
+                    step.function(between, outputs)
         if self.again is None and None not in compiled and torch.version.hip is None:
             self._keep(iter(compiled), values)
-        return tuple(None if place is None else new_tensors[place] for place in self.returned)
+        return outputs
 
     def _provided(self) -> dict[str, Tensor]:
         """What the program gets itself, by name."""
@@ -209,9 +235,9 @@ class Program:
 
     def _keep(self, compiled: Iterator[Any], values: dict[str, Any]) -> None:
         """Keeps how the compiled kernels are launched past Triton, unless one cannot be."""
-        again: list[Relaunch | TorchStep] = []
+        again: list[Relaunch | TorchStep | Mark] = []
         for step in self.steps:
-            if isinstance(step, TorchStep):
+            if not isinstance(step, Launch):
                 again.append(step)
                 continue
             kernel = next(compiled)
@@ -245,13 +271,13 @@ class Planned:
         self.fields, self.plan = fields, plan
         self.program: Program | None = None
 
-    def __call__(self, tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    def __call__(self, tensors: Sequence[Tensor | None], between: Any = None) -> tuple[Any, ...]:
         """The outputs of the program for tensors in the order of the fields."""
         program = self.program
         if program is not None and not is_overridden():
-            return program(tensors)
+            return program(tensors, between)
         program = self.plan(**operands_of(self.fields, tensors))
-        outputs = program(tensors)
+        outputs = program(tensors, between)
         # On CPU tensors calls of one signature may differ in strides: see `ops.run_backward`
         is_kept = program.again is not None or program.device.type != "cpu"
         self.program = program if is_kept and not is_overridden() else None

@@ -13,8 +13,8 @@ import torch
 
 from ...mods.derivative import by_loads
 from ...mods.flat import take_apart
-from ...problem import Extras, Grads, Problem, Saved, Scalars
-from ..common.outputs import empty_grads, empty_out
+from ...problem import Between, Extras, Grads, Problem, Saved, Scalars
+from ..common.outputs import around, empty_grads, empty_out
 from ..common.quantized import Lengths, Quantized
 from . import blockwise, flash, packed
 from .dense import Target, make_dense, rows_of
@@ -63,8 +63,12 @@ def prepare_fp8(problem: Problem, scalars: Scalars, out_dtype: torch.dtype) -> C
 
 
 def prepare_backward(problem: Problem, scalars: Scalars) -> Callable[..., Grads]:
-    """The backward: (saved, extras) -> gradients."""
-    return functools.partial(backward, problem, scalars=scalars)
+    """The backward: (saved, extras, between=None) -> gradients."""
+
+    def gradients(saved: Saved, extras: Extras, between: Between | None = None) -> Grads:
+        return around(between, lambda: backward(problem, saved, extras, scalars))
+
+    return gradients
 
 
 def forward(

@@ -12,7 +12,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ...problem import Problem
 from ...tile.types import Strided
 from ..common.arguments import strided
-from .padded import UNIT, copies_in_padded_rows
+from .padded import UNIT
 
 Tensor = torch.Tensor
 BILLION = 2**30  # rows that a ragged descriptor has
@@ -93,11 +93,6 @@ def is_in_steps(x: Tensor) -> bool:
     batch, _, heads, _ = x.shape
     by_batch, _, by_head, _ = x.stride()
     return batch == 1 or heads == 1 or (by_head > 0 and by_batch % by_head == 0)
-
-
-def in_steps(x: Tensor) -> Tensor:
-    """x, or a copy of it where its batches are not a whole number of heads apart."""
-    return x if is_in_steps(x) else copies_in_padded_rows(x)[0]
 
 
 def descriptors(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import triton
 
-from ...problem import Grads, Problem
+from ...problem import Problem
 from ..common.arguments import aligned
 from ..common.program import TorchStep
 from ..common.workspace import Workspace
@@ -25,35 +25,14 @@ def is_padded(problem: Problem) -> bool:
     return problem.headdim % UNIT != 0 or problem.headdim_v % UNIT != 0
 
 
-def empty_rows(x: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Memory of the device of x and of its dtype or another, dense but for the padding of rows."""
-    return x.new_empty((*shape[:-1], padded_width(shape[-1])), dtype=dtype)[..., : shape[-1]]
-
-
 def padded_width(columns: int) -> int:
     """The columns of a row that is padded to a whole number of 16 bytes."""
     return -(-columns // UNIT) * UNIT
 
 
-def in_padded_rows(*tensors: Tensor) -> list[Tensor]:
-    """The tensors, or copies of those that TMA cannot read."""
-    readable = list(tensors)
-    wrong = [n for n, x in enumerate(tensors) if not is_readable(x)]
-    for n, copy in zip(wrong, copies_in_padded_rows(*(tensors[n] for n in wrong))):
-        readable[n] = copy
-    return readable
-
-
 def is_readable(x: Tensor) -> bool:
     """Whether TMA can read the rows of a tensor."""
     return x.stride(-1) == 1 and aligned(x)
-
-
-def copies_in_padded_rows(*tensors: Tensor) -> list[Tensor]:
-    """Copies that TMA can read, by one launch. Their columns are the padded ones, with zeros."""
-    copies = [x.new_empty(*x.shape[:-1], padded_width(x.shape[-1])) for x in tensors]
-    copy_into_padded_rows(*tensors, *copies)
-    return copies
 
 
 def copy_into_padded_rows(*tensors: Tensor) -> None:
@@ -106,16 +85,8 @@ def is_flat(problem: Problem, v: Tensor) -> bool:
     return fits and v.stride(-1) == 1 and aligned(first_head)
 
 
-def with_padded_rows(grads: Grads) -> Grads:
-    """Gradients for TMA to write: dK and dV."""
-    padded = (x if aligned(x) else empty_rows(x, *x.shape) for x in (grads.dk, grads.dv))
-    return Grads(grads.dq, *padded, *grads[3:])
-
-
-def copy_back(padded: Grads, grads: Grads) -> None:
-    """What was written, into the gradients that come back."""
-    copies = []
-    for written, grad in zip(padded, grads):
-        if written is not grad:
-            copies.append((written, grad, grad.shape[-1]))
-    copy_rows(*copies)
+def copy_back(*tensors: Tensor) -> None:
+    """What was written in padded rows, the first half of the tensors, into the others."""
+    count = len(tensors) // 2
+    pairs = zip(tensors[:count], tensors[count:])
+    copy_rows(*((rows[..., : x.shape[-1]], x, x.shape[-1]) for rows, x in pairs))

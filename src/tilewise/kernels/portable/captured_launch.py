@@ -14,9 +14,10 @@ from ...problem import Extras, Problem, Saved, Scalars
 from ..common.arguments import strided
 from ..common.operand import Operand, names_of, operands_of
 from ..common.program import Program, TorchStep
+from ..common.results import BACKWARD, records_of
 from ..common.workspace import Workspace
 from .bwd_captured import CapturedLoad, attn_bwd_captured_kernel
-from .launch import BACKWARD, plan_queries, plan_rest, records_of, shared_arguments
+from .launch import plan_queries, plan_rest, shared_arguments
 from .plan import Plan
 
 Tensor = torch.Tensor

@@ -9,14 +9,22 @@ from typing import Any
 import torch
 import triton
 
-from ...problem import Extras, Grads, Problem, Saved, Scalars
+from ...problem import Between, Extras, Grads, Problem, Saved, Scalars
 from ..common.arguments import bias_of, numbers_of, optionals_of, sizes_of, strided
 from ..common.bwd_dbias import attn_bwd_dbias_kernel, sharing_of
 from ..common.bwd_delta import bwd_delta_kernel
 from ..common.bwd_rest import attn_bwd_rest_kernel
 from ..common.operand import names_of, operand_of
-from ..common.outputs import empty_grads, empty_out
+from ..common.outputs import empty_out
 from ..common.program import Planned, Program, TorchStep
+from ..common.results import (
+    AFTER_KEYS,
+    BACKWARD,
+    BEFORE_KEYS,
+    grads_of,
+    records_of,
+    sum_sinks,
+)
 from ..common.workspace import Workspace
 from .bwd_dkdv import attn_bwd_dkdv_kernel
 from .bwd_dq import attn_bwd_dq_kernel
@@ -25,7 +33,6 @@ from .plan import Plan
 
 Tensor = torch.Tensor
 FORWARD = ("q", "k", "v", *Extras._fields)  # what a call passes, in this order
-BACKWARD = (*Saved._fields, *Extras._fields)
 
 
 def forward(
@@ -48,10 +55,14 @@ def prepare(
     return lambda q, k, v, extras: run((q, k, v, *extras.tensors))
 
 
-def prepare_backward(problem: Problem, scalars: Scalars) -> Callable[[Saved, Extras], Grads]:
-    """The backward of one signature."""
+def prepare_backward(problem: Problem, scalars: Scalars) -> Callable[..., Grads]:
+    """The backward of one signature, `(saved, extras, between=None) -> Grads`."""
     run = Planned(BACKWARD, functools.partial(backward_program, problem, scalars))
-    return lambda saved, extras: Grads._make(run((*saved, *extras.tensors)))
+
+    def gradients(saved: Saved, extras: Extras, between: Between | None = None) -> Grads:
+        return Grads._make(run((*saved, *extras.tensors), between))
+
+    return gradients
 
 
 def forward_program(
@@ -94,27 +105,7 @@ def backward_program(problem: Problem, scalars: Scalars, arch: str = "", **tenso
     steps: list[Any] = [plan.configured() for plan in plans]
     if grads.dsinks is not None:
         steps.append(TorchStep(sum_sinks, ("dsinks", "parts")))
-    return Program(names, steps, work, tuple(grads))
-
-
-def records_of(operands: dict[str, Any]) -> tuple[Any, Extras]:
-    """The operands of a backward as `Saved` and `Extras`."""
-    saved = Saved(**{name: operands[name] for name in Saved._fields})
-    return saved, Extras(**{name: operands[name] for name in Extras._fields})
-
-
-def grads_of(problem: Problem, saved: Saved, extras: Any) -> Any:
-    """The gradients, as operands."""
-    operands = saved.q, saved.k, saved.v, extras.sinks, extras.bias
-    q, k, v, sinks, bias = (x and x.new("meta") for x in operands)
-    grads = empty_grads(problem, q, k, v, Extras(sinks=sinks, bias=bias))
-    named = zip(Grads._fields, grads)
-    return Grads._make(operand_of(name, x, saved.q.device) for name, x in named)
-
-
-def sum_sinks(dsinks: Tensor, parts: Tensor) -> None:
-    """The gradient of the sinks, of which each block of queries has a part."""
-    dsinks.copy_(parts.sum((0, 2)))
+    return Program(names, [BEFORE_KEYS, *steps, AFTER_KEYS], work, tuple(grads))
 
 
 def shared_arguments(

@@ -43,24 +43,28 @@ def sums_of(q: Tensor, k: Tensor) -> tuple[int, int, int, int]:
     return batch, nheads, seqlen_q, -(-k.shape[1] // 8) * 8
 
 
-def target_of(plan: Any, grads: Grads, ds: Tensor | None) -> Tensor | None:
+def target_of(plan: Any, grads: Grads, ds: Any) -> Any:
     """Where the kernel writes dS: the gradient itself, or memory for the sum."""
     if not plan.tile.BIAS_GRAD:
         return None
-    return grads.dbias if ds is None else ds[..., : grads.dbias.shape[3]]
-
-
-def clear_unseen(problem: Problem, target: Tensor | None) -> None:
-    """Zeros, where there are pairs that no tile visits."""
-    is_cut = problem.has_left or problem.has_right or problem.mods.block != NO_MODS.block
-    if target is not None and (is_cut or problem.has_seqused_k or problem.has_seqused_q):
-        target.zero_()
-
-
-def sum_scores(dbias: Tensor, ds: Tensor | None) -> None:
-    """The gradient, where it is a sum of what was written."""
     if ds is None:
-        return
+        return grads.dbias
+    return ds.as_strided((*ds.shape[:3], grads.dbias.shape[3]), ds.stride())
+
+
+def has_unseen(problem: Problem) -> bool:
+    """Whether there may be pairs that no tile visits."""
+    is_cut = problem.has_left or problem.has_right or problem.mods.block != NO_MODS.block
+    return is_cut or problem.has_seqused_k or problem.has_seqused_q
+
+
+def clear(target: Tensor) -> None:
+    """Zeros where dS is written."""
+    target.zero_()
+
+
+def sum_scores(dbias: Tensor, ds: Tensor) -> None:
+    """The gradient, where it is a sum of what was written."""
     ds = ds[..., : dbias.shape[3]]
     shared = [i for i in range(4) if dbias.shape[i] != ds.shape[i]]
     if shared:

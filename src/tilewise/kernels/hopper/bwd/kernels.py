@@ -16,14 +16,23 @@ from ...common.bwd_delta import Accumulated, Scaled, bwd_delta_kernel
 from ...common.bwd_rest import attn_bwd_rest_kernel
 from ...common.program import checked
 from ...common.workspace import Workspace
+from ..assembly import ASM
 from ..descriptors import of_backward, ragged_steps
 from ..launch import Launch, programs_of
 from ..padded import padded_width
+from . import dropout
 from .bias_pairs import target_of
 from .dq import hopper_bwd_dq_kernel
 from .kernel import hopper_bwd_kernel
 from .plan import ROWS, padded_blocks, plan_for
 from .queue import queue_of
+
+
+class BackwardLaunch(Launch):
+    """A launch of the kernel of all gradients but dQ."""
+
+    __slots__ = ()
+    asm = ASM | dropout.ASM
 
 
 class Kernels:
@@ -114,7 +123,9 @@ class Kernels:
         args |= dict(queue=queue) | self.shared
         constants = dict(FEATURES=plan.features, TILE=plan.tile)
         programs = programs_of(queue.tiles, saved.q.device)
-        return checked(Launch(hopper_bwd_kernel, programs, args, constants, dict(num_warps=4)))
+        return checked(
+            BackwardLaunch(hopper_bwd_kernel, programs, args, constants, dict(num_warps=4))
+        )
 
     def after(self) -> list[Any]:
         """dQ, and the gradient of a bias, where it is not dS."""

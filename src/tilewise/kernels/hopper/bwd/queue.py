@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Any
+
 import triton
 
 from ....problem import Problem
 from ....tile.schedule import even_group
 from ....tile.types import Queue, Sizes
-from ..tile_counter import counter_of
+from ..tile_counter import tile_counter
 
-Tensor = torch.Tensor
 AT_ONCE = 16 << 20  # bytes of queries: `heads_per_l2_group`
 
 
-def queue_of(problem: Problem, block_n: int, q: Tensor, k: Tensor, sizes: Sizes) -> Queue:
+def queue_of(problem: Problem, block_n: int, q: Any, k: Any, sizes: Sizes) -> Queue:
     """The tiles of the call; of packed sequences as many as there can be: each has a block that is
     not full, at most.
     """
     batch, seqlen_k, nheads_k, _ = k.shape
-    heads, counter = batch * nheads_k, counter_of(q.device)
+    heads, counter = batch * nheads_k, tile_counter()
     if problem.is_packed:
         n_blocks = seqlen_k // block_n + sizes.packed
         blocks = AT_ONCE // (block_n * problem.group * bytes_of_row(problem, q))
@@ -29,7 +29,7 @@ def queue_of(problem: Problem, block_n: int, q: Tensor, k: Tensor, sizes: Sizes)
     return Queue(counter, heads * n_blocks, nheads_k, heads, heads_per_l2_group(problem, q))
 
 
-def heads_per_l2_group(problem: Problem, q: Tensor) -> int:
+def heads_per_l2_group(problem: Problem, q: Any) -> int:
     """Key heads whose tiles are mixed, evenly.
 
     Under a causal mask those whose queries, with dQ, take 16 MB of the L2 cache (H200, headdim 128,
@@ -51,6 +51,6 @@ def heads_per_l2_group(problem: Problem, q: Tensor) -> int:
     return even_group(heads, most)
 
 
-def bytes_of_row(problem: Problem, q: Tensor) -> int:
+def bytes_of_row(problem: Problem, q: Any) -> int:
     """The bytes of a query, with its dO and its dQ in fp32."""
     return (problem.headdim + problem.headdim_v) * q.itemsize + problem.headdim * 4
