@@ -242,10 +242,10 @@ def plan_of(problem: Problem, pack: int, out_dtype: torch.dtype, transposes: boo
     block_n = block_n // 2 if has_terms else block_n
     block_n = min(block_n, COLUMNS) if problem.is_packed else block_n
     tile = Pipeline(
-        2 * rows // pack,
-        block_n,
-        block_d,
-        block_dv,
+        BLOCK_M=2 * rows // pack,
+        BLOCK_N=block_n,
+        BLOCK_D=block_d,
+        BLOCK_DV=block_dv,
         WARPGROUPS=2,
         STAGES=stages,
         Q_STAGES=2,

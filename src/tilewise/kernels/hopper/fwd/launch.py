@@ -236,10 +236,10 @@ def plan_for(
     # Members of a group lie in a dimension of their own, and `ragged_by_head` has none left
     pack = 1 if problem.is_packed or problem.is_modified else pack_of(problem, seqlen_q)
     is_short = seqlen_q <= LONG_SEQLEN and not (problem.is_long or chunk)
-    is_copied = has_tiles(extras.bias, q)
-    bias = bias_step(extras.bias), is_copied
+    of_bias: Any = dict(bias_step=bias_step(extras.bias), has_tiles=has_tiles(extras.bias, q))
     page_size = 0 if pages is None else pages.page_size
-    plan = plan_of(problem, q.device, is_short, pack, *bias, is_flat, page_size, has_parts)
+    of_keys: Any = dict(is_flat=is_flat, page_size=page_size, has_parts=has_parts)
+    plan = plan_of(problem, q.device, is_short, pack=pack, **of_bias, **of_keys)
     return plan._replace(features=plan.features._replace(CHUNK=chunk)) if chunk else plan
 
 
@@ -272,15 +272,15 @@ def plan_of(
     if problem.mods.block != (0, 0):  # what a mask lists is made up of whole tiles
         block_n = math.gcd(block_n, problem.mods.block[1])
     tile = Pipeline(
-        warpgroups * WARPGROUP_ROWS // pack,
-        block_n,
-        block_d,
-        block_dv,
-        warpgroups,
-        config.num_stages,
-        2,
-        pack,
-        bias_step,
+        BLOCK_M=warpgroups * WARPGROUP_ROWS // pack,
+        BLOCK_N=block_n,
+        BLOCK_D=block_d,
+        BLOCK_DV=block_dv,
+        WARPGROUPS=warpgroups,
+        STAGES=config.num_stages,
+        Q_STAGES=2,
+        PACK=pack,
+        BIAS_STEP=bias_step,
         V_FLAT=is_flat,
         PAGE=min(page_size, block_n),
     )
@@ -295,16 +295,16 @@ def plan_of(
     of_keys = [1, 1, 1, tile.PAGE or block_n] if is_ragged(problem) else [1, 1, block_n]
     rows, columns = WARPGROUP_ROWS, block_d // column_groups(block_d)
     of_out = [1, 1, 1, rows] if problem.is_packed else [1, 1, rows // pack, pack]
-    blocks = (
-        [1, 1, rows // pack, pack, columns],
-        [*of_keys, columns],
-        [*of_keys, block_dv],
-        [*of_out, of_o],
-        [1, 1, rows, tile.BLOCK_N],
+    blocks = dict(
+        q_block=[1, 1, rows // pack, pack, columns],
+        k_block=[*of_keys, columns],
+        v_block=[*of_keys, block_dv],
+        out_block=[*of_out, of_o],
+        bias_block=[1, 1, rows, tile.BLOCK_N],
     )
-    element = GL_DTYPES[problem.dtype]
-    layouts = tuple(gl.NVMMASharedLayout.get_default_for(block, element) for block in blocks)
-    return Plan(features, tile, *blocks, layouts)
+    element, layout_of = GL_DTYPES[problem.dtype], gl.NVMMASharedLayout.get_default_for
+    layouts = tuple(layout_of(block, element) for block in blocks.values())
+    return Plan(features=features, tile=tile, layouts=layouts, **blocks)
 
 
 def shared_memory(tile: Pipeline, out_columns: int) -> int:
