@@ -49,7 +49,7 @@ FEATURES = {
         "seqused_k", "has_seqused_k", shapes=(("batch",),), dtypes=INT32, sharded=PADDING
     ),
     "cu_seqlens_q": Feature(
-        "packed sequences", "is_packed", (("batch + 1",),), INT32, sharded=DOCUMENTS
+        "packed sequences", "is_packed", shapes=(("batch + 1",),), dtypes=INT32, sharded=DOCUMENTS
     ),
     "deterministic": Feature("deterministic gradients", "deterministic"),
     "bias": Feature(

@@ -20,7 +20,7 @@ class Word(NamedTuple):
     hint: str = ""  # for an error of `attention`, where the name alone would mislead
 
 
-NO_EFFECT = Word("", "a hint without effect", "leave it out, as it changes no result")
+NO_EFFECT = Word("", "a hint without effect", hint="leave it out, as it changes no result")
 FLASH = {
     "q": Word("q", "(batch, seqlen, nheads, headdim), packed (total, nheads, headdim)"),
     "k": Word("k"),
@@ -66,13 +66,13 @@ SDPA = {
     "attn_mask": Word(
         "mask_mod or bias",
         "floats become a `bias`, bools a `mask_mod` that reads them",
-        "bias= for numbers, and for bools mask_mod=, a function that reads them",
+        hint="bias= for numbers, and for bools mask_mod=, a function that reads them",
     ),
     "dropout_p": Word("dropout_p", "rounded to a multiple of 1/256"),
     "is_causal": Word(
         "causal",
         'torch\'s is `causal="top_left"`',
-        "causal=; torch's corner is tilewise.attention(causal='top_left')",
+        hint="causal=; torch's corner is tilewise.attention(causal='top_left')",
     ),
     "scale": Word("scale"),
     "enable_gqa": Word("", "inferred from the head counts", "leave it out, as head counts say it"),

@@ -7,24 +7,24 @@ only by a commit that says what it adds and why; the others never.
 import pytest
 from helpers.counters import count
 
-AT_LEAST = {"arguments by keyword, percent": 15.8}
+AT_LEAST = {"arguments by keyword, percent": 17.7}
 AT_MOST = {
     # Sizes
     "lines": 50_650,
-    "files that name softcap": 48,
-    "files that name sinks": 56,
+    "files that name softcap": 47,
+    "files that name sinks": 55,
     "files attention() imports": 40,
     "lines attention() imports": 5_567,
     # One record, one dispatcher, one file of checks, one way to launch
     "records per 1,000 lines, host": 3.99,
     "records per 1,000 lines, device": 7.15,
-    "records built at one place, host": 27,
+    "records built at one place, host": 26,
     "records built at one place, device": 62,
     "launching classes": 5,
     "dispatchers": 1,
     "check files": 6,
     # Plain English
-    "calls with *x per 1,000 lines": 5.82,
+    "calls with *x per 1,000 lines": 5.59,
     "calls with a tuple's *": 0,
     "vague locals": 33,
     "docstrings without a subject": 0,

@@ -120,7 +120,7 @@ def explain(
 
             page = importlib.import_module(f"{__package__}.explain_fp8")
             options.pop("deterministic")
-            explanation = explain_fp8(shape_of(**options), target, card, backend)
+            explanation = explain_fp8(shape_of(**options), target, card=card, backend=backend)
         elif has_cache:
             from ..explain.cache import explain_cache
             from . import explain_cache as page
@@ -217,8 +217,8 @@ def shape_of(
 
 def show(screen, found) -> None:
     """Tables: backends, launches, work."""
-    if show_answers(screen, found, str(found.shape), found.how):
-        show_launches(screen, found, list(map(launch_column, found.launches)))
+    if show_answers(screen, found, what=str(found.shape), how=found.how):
+        show_launches(screen, found, columns=list(map(launch_column, found.launches)))
         screen.print(table(["work", ""], work_rows(found)))
         work = found.work
         screen.print(verdict(found, work.intensity, work.roof, f"{digits(work.least_ms)} ms"))

@@ -51,7 +51,7 @@ def show(screen, found) -> None:
     of = found.of
     queries = "1 query" if of.seqlen_q == 1 else f"{of.seqlen_q} queries"
     pages = f"pages of {of.page_size}" if of.page_size else "no pages"
-    if not show_answers(screen, found, f"{of}, {queries}, {pages},"):
+    if not show_answers(screen, found, what=f"{of}, {queries}, {pages},"):
         return
     columns = [launch_column(one) for one in found.launches]
     for number, (column, one) in enumerate(zip(columns, found.launches)):
@@ -59,11 +59,11 @@ def show(screen, found) -> None:
         column[0] = f"{one.launch.block_m} rows (queries x heads) x {beside}"
         if one.launch.is_persistent and found.in_pieces:
             column[TILES], column[TILES + 1] = f"{column[TILES]}, counted by pieces", "one an SM"
-    show_launches(screen, found, columns)
+    show_launches(screen, found, columns=columns)
     screen.print(table(["pieces", ""], piece_rows(found)))
     screen.print(table(["work", ""], work_rows(found)))
     least = f"{plain(found.least_ms * 1e3)} us"
-    screen.print(verdict(found, found.intensity, found.roof, least))
+    screen.print(verdict(found, found.intensity, roof=found.roof, least=least))
 
 
 def piece_rows(found) -> list[tuple[str, str]]:

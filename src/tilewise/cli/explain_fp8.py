@@ -7,7 +7,7 @@ from .explain_tables import show_answers
 
 def show(screen, found) -> None:
     """The backends, and a sentence."""
-    show_answers(screen, found, str(found.shape), found.how)
+    show_answers(screen, found, what=str(found.shape), how=found.how)
 
 
 def as_record(found) -> dict:

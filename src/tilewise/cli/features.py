@@ -70,5 +70,5 @@ def served(device: str, dtype: torch.dtype) -> list[Served]:
     for feature, problem in cases.items():
         answers = {name: dispatch.ask(name, problem, on) for name in usable}
         refusals = {name: str(reason) for name, reason in answers.items() if reason is not None}
-        rows.append(Served(feature, [x for x in usable if x not in refusals], refusals))
+        rows.append(Served(feature, [x for x in usable if x not in refusals], refusals=refusals))
     return rows

@@ -63,19 +63,19 @@ def machine() -> list[Line]:
 
     section, card = "machine", gpu()
     lines = [
-        Line(section, "GPU", OK if card.usable else NO, card.reason, card.remedy),
-        Line(section, "driver", "", driver_version() if card.usable else "-"),
-        Line(section, "CPU", "", cpu_name()),
+        Line(section, "GPU", mark=OK if card.usable else NO, value=card.reason, remedy=card.remedy),
+        Line(section, "driver", mark="", value=driver_version() if card.usable else "-"),
+        Line(section, "CPU", mark="", value=cpu_name()),
         Line(section, "system", "", f"{platform.platform()}, Python {sys.version.split()[0]}"),
-        Line(section, "tilewise", "", f"{__version__} ({commit()})"),
+        Line(section, "tilewise", mark="", value=f"{__version__} ({commit()})"),
         Line(section, "torch", "", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}"),
     ]
     triton = triton_version()
     if triton == "none":
         remedy = "`pip install triton` (Linux); the CPU backend needs none"
-        lines.append(Line(section, "triton", NO, "not installed", remedy))
+        lines.append(Line(section, "triton", mark=NO, value="not installed", remedy=remedy))
     else:
-        lines.append(Line(section, "triton", OK, triton))
+        lines.append(Line(section, "triton", mark=OK, value=triton))
     for name, answer in (("C compiler", c_compiler()), ("Python headers", python_headers())):
         line = Line(section, name, OK if answer.usable else NO, answer.reason, answer.remedy)
         lines.append(line)
@@ -132,10 +132,10 @@ def fp8(section: str, device: str) -> Line:
                 from ..tuning.select import architecture
 
                 target = architecture(on)
-            return Line(section, "FP8", OK, f"{name}: {products_of(name, target)}")
+            return Line(section, "FP8", mark=OK, value=f"{name}: {products_of(name, target)}")
         reasons[name] = reason
     said = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-    return Line(section, "FP8", NO, "none", said)
+    return Line(section, "FP8", mark=NO, value="none", remedy=said)
 
 
 def devices() -> dict:
@@ -149,15 +149,15 @@ def devices() -> dict:
 def caches() -> list[Line]:
     """Where kernels and measured configurations are kept."""
     kernels = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
-    lines = [Line("caches", "compiled kernels", "", _sized(kernels))]
+    lines = [Line("caches", "compiled kernels", mark="", value=_sized(kernels))]
     try:
         from ..tuning.store import cache_file
 
         measured = cache_file()
     except ImportError:  # the tables name kernels of a Triton that is not here
         return lines
-    lines.append(Line("caches", "tuned here", "", _sized(measured)))
-    lines.append(Line("caches", "tuning table", "", tuning_table(measured)))
+    lines.append(Line("caches", "tuned here", mark="", value=_sized(measured)))
+    lines.append(Line("caches", "tuning table", mark="", value=tuning_table(measured)))
     return lines
 
 
@@ -184,7 +184,7 @@ def integrations() -> list[Line]:
         try:
             version = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            lines.append(Line("integrations", package, "", "not installed"))
+            lines.append(Line("integrations", package, mark="", value="not installed"))
             continue
         call = f"call tilewise.integrations.{package}.register(), then {next_step}"
         lines.append(Line("integrations", package, OK, f"{version}: {registered(package)}", call))
@@ -199,7 +199,7 @@ def of_torch() -> Line:
 
     active = "tilewise" if is_enabled() else torch.nn.attention.current_flash_attention_impl()
     value = f"{torch.__version__}: F.scaled_dot_product_attention is {active or 'torch'}'s"
-    return Line("integrations", "torch", OK, value, "call tilewise.enable_sdpa()")
+    return Line("integrations", "torch", mark=OK, value=value, remedy="call tilewise.enable_sdpa()")
 
 
 def registered(package: str) -> str:

@@ -65,13 +65,13 @@ def mask(
     ]
     screen = console()
     screen.print(said[0], soft_wrap=True, markup=False)
-    screen.print(drawn(coarsen(kinds, ROWS, screen.width // len(CELLS[0]))))
+    screen.print(drawn(coarsen(kinds, ROWS, columns=screen.width // len(CELLS[0]))))
     screen.print(said[1], soft_wrap=True, markup=False)
     if svg is not None:
         try:
-            picture = coarsen(kinds, SVG_CELLS, SVG_CELLS)
+            picture = coarsen(kinds, SVG_CELLS, columns=SVG_CELLS)
             svg.parent.mkdir(parents=True, exist_ok=True)
-            svg.write_text(as_svg(picture, said, counts), encoding="utf-8")
+            svg.write_text(as_svg(picture, said, counts=counts), encoding="utf-8")
         except OSError as error:
             raise click.FileError(str(svg), error.strerror) from error
         screen.print(f"drawn in {svg}", soft_wrap=True, markup=False)

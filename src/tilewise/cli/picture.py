@@ -40,7 +40,7 @@ png_option = click.option(
 
 def roofline(path: str, title: str, roof: Any, points: Mapping[str, float]) -> None:
     """Attainable TFLOP/s over FLOPs a byte, and where each name stands."""
-    area = drawn_area(Axes(title, "FLOPs a byte", "TFLOP/s at most", (True, True)))
+    area = drawn_area(Axes(title, "FLOPs a byte", y="TFLOP/s at most", is_log=(True, True)))
     low = min([roof.ridge, *points.values()]) / 8
     high = max([roof.ridge, *points.values()]) * 8
     area.plot([low, roof.ridge, high], [low * roof.bandwidth, roof.tflops, roof.tflops], "k-")

@@ -66,12 +66,12 @@ def verify(quick, full, device, dtypes, backend, expression, as_json) -> None:
     """Check every feature, forward and backward, against fp64 on this machine."""
     if quick and full:
         raise click.UsageError("--quick and --full exclude each other")
-    wanted = dtypes_of(dtypes, quick, full, device)
+    wanted = dtypes_of(dtypes, quick, full=full, device=device)
     cases = select(expression, quick)
     screen = console(as_json)
     screen.print(describe_machine(device), style="dim")
     checks = run(screen, cases, backend, device, wanted) if cases else []
-    checks += [] if dtypes else check_fp8(expression, backend, device)
+    checks += [] if dtypes else check_fp8(expression, backend, device=device)
     if as_json:
         click.echo(json.dumps([check._asdict() for check in checks], indent=1))
     show(screen, checks)
@@ -164,7 +164,7 @@ def run(screen, cases: list, backend: str | None, device: str, dtypes: list[str]
         for dtype in dtypes:
             for case in cases:
                 progress.update(task, description=f"{case.name} {dtype}")
-                checks.append(check_case(case, backend, device, dtype))
+                checks.append(check_case(case, backend, device=device, dtype=dtype))
                 progress.advance(task)
     return checks
 
@@ -176,7 +176,7 @@ def check_case(case, backend: str | None, device: str, dtype: str) -> Check:
     from ..testing.cases import run_case
 
     try:
-        records = run_case(case, backend, device, getattr(torch, dtype))
+        records = run_case(case, backend, device=device, dtype=getattr(torch, dtype))
     except NotImplementedError as refusal:
         return Check(case.name, dtype, refused=" ".join(str(refusal).split()))
     except Exception as fault:
@@ -189,7 +189,7 @@ def check_case(case, backend: str | None, device: str, dtype: str) -> Check:
         dtype,
         worst.tensor,
         *verdict[:4],
-        sdpa_error=sdpa_error(case, worst.tensor, device, getattr(torch, dtype)),
+        sdpa_error=sdpa_error(case, worst.tensor, device=device, dtype=getattr(torch, dtype)),
         ok=verdict.ok,
     )
 
@@ -211,7 +211,7 @@ def sdpa_error(case, tensor: str, device: str, dtype) -> float | None:
 
     if not torch_can(case, tensor):
         return None
-    inputs = make_inputs(case.sizes, case.features, dtype, device, case.seed)
+    inputs = make_inputs(case.sizes, case.features, dtype=dtype, device=device, seed=case.seed)
     is_causal = bool(case.features.causal)
 
     def attend(q, k, v):
@@ -273,14 +273,14 @@ def show(screen, checks: list[Check]) -> None:
         for check in served
     ]
     numbers = ["max", "of", "mean", "of ", "SDPA"]
-    screen.print(table(["case", "dtype", "worst", *numbers, ""], rows, numbers))
+    screen.print(table(["case", "dtype", "worst", *numbers, ""], rows, numbers=numbers))
     legend = (
         "max, mean: errors against fp64, of what is allowed, in the tensor nearest to its bound; "
         "of fp8 max is the norm of the error over that of out"
     )
     screen.print(legend, style="dim")
-    list_by_reason(screen, "raised", {c: c.raised for c in served if c.raised})
-    list_by_reason(screen, "not served", {c: c.refused for c in checks if c.refused})
+    list_by_reason(screen, "raised", reasons={c: c.raised for c in served if c.raised})
+    list_by_reason(screen, "not served", reasons={c: c.refused for c in checks if c.refused})
 
 
 def list_by_reason(screen, what: str, reasons: dict[Check, str]) -> None:

@@ -95,11 +95,11 @@ def explain_cache(
     answers = answers_of(cached, target)
     chosen = chosen_of(answers, backend)
     in_pieces = why_in_pieces(chosen, cached)
-    planned = planned_by(chosen, of, cached, target, card, in_pieces)
+    planned = planned_by(chosen, of, cached=cached, target=target, card=card, in_pieces=in_pieces)
     launches = []
     for launch in planned.launches:
         built, failed = built_by(launch, target) if with_compiler else (None, "not asked")
-        launches.append(Launched(launch, built, failed, at_once(launch, built, card)))
+        launches.append(Launched(launch, built, failed, at_once(launch, built, card=card)))
     cut = pieces_of(of, cached, planned)
     roof = card.roof(cached.q.itemsize * 8) if card is not None else cpu_roof(cached.q.dtype)
     return CacheExplanation(
@@ -173,7 +173,7 @@ def planned_by(
         shown = [portable_launch(launch, target) for launch in launches]
         return Planned(shown, slots, True, partials.lead or 1)
     if backend == "hopper" and card is not None:
-        return hopper_plan(of, cached, card)
+        return hopper_plan(of, cached, card=card)
     return Planned([], 0, True)
 
 
@@ -226,7 +226,7 @@ def hopper_plan(of: Decode, cached: Cached, card: Card) -> Planned:
     tile, sizes = launch.constants["TILE"], launch.args["sizes"]
     rows = tile.ROWS * tile.WARPGROUPS
     tiles = math.ceil(sizes.seqlen_q / (rows // cached.problem.group)) * sizes.nheads
-    count = sum(len(pieces(0, keys, cached.piece_size)) for keys in of.sequences)
+    count = sum(len(pieces(0, keys, split_size=cached.piece_size)) for keys in of.sequences)
     shown = Launch(
         kernel="hopper_decode_kernel",
         block_m=rows,
@@ -244,7 +244,7 @@ def hopper_plan(of: Decode, cached: Cached, card: Card) -> Planned:
 def pieces_of(of: Decode, cached: Cached, planned: Planned) -> Pieces:
     """Pieces by length; slots by what the host knows, which is the room alone."""
     size = cached.piece_size
-    counts = [len(pieces(0, keys, size)) for keys in of.sequences]
+    counts = [len(pieces(0, keys, split_size=size)) for keys in of.sequences]
     room = math.ceil(capacity(cached.k, cached.page_table) / size)
     written = sum(max(n - planned.lead, 0) + (n > 0) for n in counts)
     idle = 0

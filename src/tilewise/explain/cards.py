@@ -55,19 +55,19 @@ class Card(NamedTuple):
 WARPS = {"sm80": 64, "sm89": 48, "sm90": 64, "sm100": 64, "sm120": 48}  # on one SM
 PROGRAMS = {"sm80": 32, "sm89": 24, "sm90": 32, "sm100": 32, "sm120": 24}
 # bf16 matmul of 8192^3 at its best (695 to 744 in several runs), and a plain read of 4 GiB
-_H200 = Roof(744.0, 4.42, "measured on an H200: matmul of 8192^3 in bf16, a plain read")
+_H200 = Roof(744.0, 4.42, source="measured on an H200: matmul of 8192^3 in bf16, a plain read")
 CARDS = {
     card.name: card
     for card in (
         Card("h200", "sm90", 132, 989.0, 67.0, 4.8, _H200),
-        Card("h100", "sm90", 132, 989.0, 67.0, 3.35),
-        Card("a100", "sm80", 108, 312.0, 19.5, 2.04),
-        Card("a100-40gb", "sm80", 108, 312.0, 19.5, 1.56),
-        Card("rtx4090", "sm89", 128, 165.0, 82.6, 1.01),
-        Card("rtx5090", "sm120", 170, 209.5, 104.8, 1.79),
-        Card("b200", "sm100", 148, 2250.0, 75.0, 8.0),
-        Card("mi300x", "gfx942", 304, 1307.0, 163.4, 5.3),
-        Card("mi355x", "gfx950", 256, 2516.0, 157.3, 8.0),
+        Card("h100", "sm90", sms=132, tflops_16=989.0, tflops_32=67.0, bandwidth=3.35),
+        Card("a100", "sm80", sms=108, tflops_16=312.0, tflops_32=19.5, bandwidth=2.04),
+        Card("a100-40gb", "sm80", sms=108, tflops_16=312.0, tflops_32=19.5, bandwidth=1.56),
+        Card("rtx4090", "sm89", sms=128, tflops_16=165.0, tflops_32=82.6, bandwidth=1.01),
+        Card("rtx5090", "sm120", sms=170, tflops_16=209.5, tflops_32=104.8, bandwidth=1.79),
+        Card("b200", "sm100", sms=148, tflops_16=2250.0, tflops_32=75.0, bandwidth=8.0),
+        Card("mi300x", "gfx942", sms=304, tflops_16=1307.0, tflops_32=163.4, bandwidth=5.3),
+        Card("mi355x", "gfx950", sms=256, tflops_16=2516.0, tflops_32=157.3, bandwidth=8.0),
     )
 }
 
@@ -116,4 +116,4 @@ def cpu_roof(dtype: torch.dtype, size: int = 1024, nbytes: int = 64 << 20) -> Ro
     tflops = 2 * size**3 / best(lambda: x @ x) / 1e12
     bandwidth = 2 * nbytes / best(lambda: target.copy_(source)) / 1e12
     name = str(dtype).removeprefix("torch.")
-    return Roof(tflops, bandwidth, f"measured now: matmul of {size}^3 in {name}, a copy")
+    return Roof(tflops, bandwidth, source=f"measured now: matmul of {size}^3 in {name}, a copy")

@@ -126,7 +126,7 @@ def explain(
     for launch in launches_of(call, chosen, target, PASSES[shape.direction]):
         built, failed = built_by(launch, target) if with_compiler else (None, "not asked")
         launch = launch._replace(tiles=launch.tiles * shape.batch // few.batch)
-        launches.append(Launched(launch, built, failed, at_once(launch, built, card)))
+        launches.append(Launched(launch, built, failed, at_once(launch, built, card=card)))
     how = way_of_cpu(shape, deterministic) if chosen == "cpu" else ""
     if backend is None and target != CPU:
         from ..kernels.portable import few_queries
@@ -204,7 +204,7 @@ def work_of(shape: Shape, backend: str, launches: list[Launched], card: Card | N
     used = [one.launch for one in launches]
     done = None
     if used and not shape.modifier and not shape.lengths:
-        done = _flops_of_tiles(shape, backend, used)
+        done = _flops_of_tiles(shape, backend, launches=used)
     first, last = _blocks_of(used) if used else ((tiles.BLOCK_M, tiles.BLOCK_N),) * 2
     roof = card.roof(dtype.itemsize * 8) if card is not None else _cpu_roof(dtype)
     pack = used[0].pack if used else 1

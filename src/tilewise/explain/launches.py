@@ -69,7 +69,7 @@ def launches_of(call: Call, backend: str, target: str, passes: tuple[str, ...]) 
         if backend == "hopper":
             launches.append(_hopper_forward(call) if direction == "fwd" else _hopper_backward(call))
         elif backend == "portable":
-            launches += _portable(call, target, direction)
+            launches += _portable(call, target, direction=direction)
     return launches
 
 
@@ -82,7 +82,7 @@ def built_of(compiled: Any, target: str) -> Built:
         registers, spills, fits = figures["vgpr_count"], figures["vgpr_spill_count"] * 4, None
     else:
         registers, spills = figures["registers"], figures["spill_stores"]
-        fits = occupancy(target, registers, figures["smem"], figures["warps"])
+        fits = occupancy(target, registers, shared_memory=figures["smem"], warps=figures["warps"])
     return Built(registers, spills, figures["smem"], figures["warps"], fits)
 
 

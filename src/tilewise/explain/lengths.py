@@ -49,9 +49,9 @@ def _generator() -> torch.Generator:
 SETS = {
     "equal512": (512,) * 128,
     "equal4096": (4096,) * 16,
-    "zipf": zipf(TOKENS, 64, 1.1),
+    "zipf": zipf(TOKENS, 64, exponent=1.1),
     "one-long": (32768, *(256,) * 128),
-    "prefill-chat": _uniform(64, 16, 2047),
+    "prefill-chat": _uniform(64, 16, most=2047),
 }
 
 

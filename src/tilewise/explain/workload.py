@@ -28,16 +28,16 @@ def sweep(
     q, k, v, dout = (torch.randn(shape, device=device, dtype=dtype) for _ in range(4))
     with on_device(device):
         triton.set_allocator(scratch)
-        yield from search(plans(q, k, v, dout, is_causal), features_of)
+        yield from search(plans(q, k, v=v, dout=dout, is_causal=is_causal), features_of)
 
 
 def plans(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, is_causal: bool) -> Iterator[Plan]:
     """The launches of one forward and one backward."""
     extras = Extras()
-    scalars = Scalars(q.shape[-1] ** -0.5, 0.0, OPEN, 0 if is_causal else OPEN)
+    scalars = Scalars(q.shape[-1] ** -0.5, 0.0, left=OPEN, right=0 if is_causal else OPEN)
     problem = describe(q, k, v, extras, scalars, "bottom_right", False)
     out, lse = launch.forward(problem, q, k, v, extras, scalars)
     yield launch.plan_forward(problem, scalars, extras, q=q, k=k, v=v, out=out, lse=lse)
-    saved = Saved(dout, None, q, k, v, out, lse)
+    saved = Saved(dout, None, q=q, k=k, v=v, out=out, lse=lse)
     grads, stats = empty_grads(problem, q, k, v, extras), (lse, torch.zeros_like(lse), None)
     yield from launch.plan_backward(problem, scalars, saved, stats, grads, extras)

@@ -121,7 +121,7 @@ def check_append(new: Append) -> None:
         )
     if new.slots is not None:
         check_tensor("slots", new.slots)
-        check_kind("slots", new.slots, k, (torch.int64,), "k")
+        check_kind("slots", new.slots, q=k, dtypes=(torch.int64,), of="k")
         if new.slots.shape != k.shape[:-2]:
             raise ArgumentError(
                 f"slots has shape {tuple(new.slots.shape)}: it must be {tuple(k.shape[:-2])}, one "
@@ -130,7 +130,7 @@ def check_append(new: Append) -> None:
     for name, x, dims in (("page_table", new.page_table, 2), ("seqused_k", new.seqused_k, 1)):
         if x is not None:
             check_tensor(name, x)
-            check_kind(name, x, k, (torch.int32,), "k")
+            check_kind(name, x, q=k, dtypes=(torch.int32,), of="k")
             if x.dim() != dims or x.shape[0] != batch:
                 raise ArgumentError(
                     f"{name} has shape {tuple(x.shape)}: with {batch} sequences it must be "
@@ -158,14 +158,14 @@ def _check_rows(new: Append) -> None:
     starts = new.cu_seqlens_q
     if starts is not None:
         check_tensor("cu_seqlens_q", starts)
-        check_kind("cu_seqlens_q", starts, new.k, (torch.int32,), "k")
+        check_kind("cu_seqlens_q", starts, q=new.k, dtypes=(torch.int32,), of="k")
         if starts.dim() != 1 or starts.shape[0] == 0:
             raise ArgumentError(
                 f"cu_seqlens_q has shape {tuple(starts.shape)}: it must be (batch + 1,)"
             )
     for name, x in zip(Append._fields[:4], new[:4]):
         check_tensor(name, x)
-    has_bytes = check_cache_dtypes(new.k_cache, new.v_cache, ("k_cache", "v_cache"))
+    has_bytes = check_cache_dtypes(new.k_cache, new.v_cache, words=("k_cache", "v_cache"))
     for name, x in zip(Append._fields[:4], new[:4]):
         is_packed = starts is not None or (new.slots is not None and x.dim() == 3)
         dims = 3 if name in ("k", "v") and is_packed else 4
@@ -177,10 +177,10 @@ def _check_rows(new: Append) -> None:
                 f"{name} has stride {x.stride(-1)} in its last dimension: it must be contiguous"
             )
         is_kept = has_bytes and name.endswith("cache")
-        check_kind(name, x, new.k, (x.dtype if is_kept else new.k.dtype,), "k")
+        check_kind(name, x, q=new.k, dtypes=(x.dtype if is_kept else new.k.dtype,), of="k")
     if has_bytes:
-        check_query_dtype(new.k, new.k_cache, "k")
-    check_kind("k", new.k, new.k, FLOATS, "k")
+        check_query_dtype(new.k, new.k_cache, name="k")
+    check_kind("k", new.k, q=new.k, dtypes=FLOATS, of="k")
     for name, x, cache in (("k", new.k, new.k_cache), ("v", new.v, new.v_cache)):
         if x.shape[-2:] != cache.shape[-2:]:
             raise ArgumentError(
@@ -206,7 +206,7 @@ def _check_descales(new: Append) -> None:
                 f"{name} has shape {tuple(x.shape)}, scales per sequence: pass seqused_k, and "
                 "cu_seqlens_q if keys are packed, or scales of shape (nheads_k,)"
             )
-        check_descale(name, x, cache, _batch(new))
+        check_descale(name, x, cache=cache, batch=_batch(new))
 
 
 def _has_positions(new: Append) -> bool:
@@ -221,7 +221,7 @@ def _check_rotary(new: Append) -> None:
             "rotary needs the positions of new keys: pass seqused_k, and cu_seqlens_q if they are "
             "packed"
         )
-    check_rotary(rotary, new.k, "k")
+    check_rotary(rotary, new.k, of="k")
 
 
 def check_rotary(rotary: Any, x: Tensor, of: str) -> None:
@@ -230,14 +230,14 @@ def check_rotary(rotary: Any, x: Tensor, of: str) -> None:
         raise ArgumentError(
             f"rotary is {a_type(rotary)}: it must be a tilewise.cache.Rotary or None"
         )
-    check_tables(rotary, x, of)
+    check_tables(rotary, x, of=of)
 
 
 def check_tables(rotary: Rotary, x: Tensor, of: str) -> None:
     """cos and sin of angles for the heads of x."""
     for name, table in (("cos", rotary.cos), ("sin", rotary.sin)):
         check_tensor(f"rotary.{name}", table)
-        check_kind(f"rotary.{name}", table, x, FLOATS, of)
+        check_kind(f"rotary.{name}", table, q=x, dtypes=FLOATS, of=of)
         most = x.shape[-1] // 2
         if table.dim() != 2 or table.shape != rotary.cos.shape or table.shape[1] > most:
             raise ArgumentError(
@@ -264,7 +264,7 @@ def check_places(new: Append) -> None:
         starts: Any = new.cu_seqlens_q
         fewest = [new.k.shape[1]] * len(used) if starts is None else starts.diff().tolist()
         written = torch.tensor(fewest, device=used.device).unsqueeze(1)
-        check_reach(new.k_cache, new.page_table, used, least=fewest, read=written)
+        check_reach(new.k_cache, new.page_table, seqused_k=used, least=fewest, read=written)
     longest = max(used.tolist(), default=0)
     if new.rotary is not None and longest > new.rotary.cos.shape[0]:
         raise ArgumentError(

@@ -221,7 +221,7 @@ def attention(
         tensors: tuple[Any, ...] = q, k, v, page_table, seqused_k, cu_seqlens_q, alibi_slopes, sinks
         # Those of a decode step first, in its order
         tensors = *tensors, k_descale, v_descale, out, seqused_q, cu_seqlens_k, bias
-        entry, addresses = find(tensors, plain, window, checks_values=True)
+        entry, addresses = find(tensors, plain, window=window, checks_values=True)
         if entry is not None and entry.call is not None:
             if type(entry.call) is Call:
                 optional = alibi_slopes, sinks, seqused_k, seqused_q, cu_seqlens_q, cu_seqlens_k
@@ -273,7 +273,7 @@ def attention(
             out, lse = cache_ops.train(cached, check_flag("deterministic", deterministic))
             out = out.transpose(1, 2) if layout == "bhsd" else out
         else:
-            out, lse = attend_cached(cached, out, layout)
+            out, lse = attend_cached(cached, out, layout=layout)
         return (out, lse) if return_lse else out
     is_packed = cu_seqlens_q is not None or cu_seqlens_k is not None
     check_bounds(max_seqlen_q, max_seqlen_k)
@@ -301,7 +301,7 @@ def attention(
     out, lse = call(
         q,
         k,
-        v,
+        v=v,
         extras=extras,
         numbers=(scale, softcap, dropout_p),
         window=(align, *limits),

@@ -45,10 +45,10 @@ def unpad_input(
     Raises:
         ArgumentError: an argument is wrong.
     """
-    _check_mask("attention_mask", attention_mask, hidden_states)
+    _check_mask("attention_mask", attention_mask, hidden_states=hidden_states)
     mask = attention_mask
     if unused_mask is not None:
-        _check_mask("unused_mask", unused_mask, hidden_states)
+        _check_mask("unused_mask", unused_mask, hidden_states=hidden_states)
         mask = attention_mask + unused_mask
     used = attention_mask.sum(-1, dtype=torch.int32)
     return *_packed(hidden_states, mask, mask.sum(-1, dtype=torch.int32)), used
@@ -78,7 +78,7 @@ def unpad_input_for_concatenated_sequences(
         ArgumentError: an argument is wrong.
     """
     lengths = attention_mask_in_length
-    _check_mask("attention_mask_in_length", lengths, hidden_states)
+    _check_mask("attention_mask_in_length", lengths, hidden_states=hidden_states)
     mask = torch.arange(lengths.shape[1], device=lengths.device) < lengths.sum(-1, keepdim=True)
     return _packed(hidden_states, mask, lengths[lengths != 0].int())
 
@@ -103,7 +103,7 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
     Raises:
         ArgumentError: an argument is wrong.
     """
-    rows = index_put_first_axis(hidden_states, indices, batch * seqlen)
+    rows = index_put_first_axis(hidden_states, indices, first_axis_dim=batch * seqlen)
     return rows.unflatten(0, (batch, seqlen))
 
 

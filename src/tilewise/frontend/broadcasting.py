@@ -35,11 +35,11 @@ def batched(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, words: 
     heads broadcast like any dimension before the last two.
     """
     share_batch(query, key, value)
-    if _is_batched(query, key, value, enable_gqa):
+    if _is_batched(query, key, value=value, enable_gqa=enable_gqa):
         batch, nheads, seqlen_q, _ = query.shape
         _, _, seqlen_k, headdim_v = value.shape
         scores, out = (batch, nheads, seqlen_q, seqlen_k), (batch, nheads, seqlen_q, headdim_v)
-        return Batched(query, key, value, scores, out)
+        return Batched(query, key, value=value, scores=scores, out=out)
     tensors = query, key, value
     for name, x in zip(words[:3], tensors):
         check_tensor(name, x)
@@ -57,7 +57,7 @@ def batched(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, words: 
         )
     heads = _heads(shapes, of_out)
     x = [_readable(x, name) for x, name in zip(tensors, words[:3])]
-    x = [_placed(x, of_out[:-1], n, name) for x, n, name in zip(x, heads, words[:3])]
+    x = [_placed(x, of_out[:-1], nheads=n, name=name) for x, n, name in zip(x, heads, words[:3])]
     if heads[0] == 0:  # heads of nothing are a batch of nothing
         x = [part.flatten(0, 1).unsqueeze(1) for part in x]
     scores = *of_scores, shapes[0][-2], shapes[1][-2]
@@ -72,7 +72,7 @@ def over_scores(mask: Tensor, out: Shape, name: str) -> Tensor:
         return x.expand(*x.shape[:count], 0, *x.shape[-2:]).flatten(0, count).unsqueeze(1)
     if any(holds(n != 1, True) for n in x.shape[:count]):
         x = x.expand(*(batch or (1,)), *x.shape[count:])
-    return _merged(x, count, name)
+    return _merged(x, count, name=name)
 
 
 def with_positive_scale(
@@ -182,7 +182,7 @@ def _placed(x: Tensor, batch: Shape, nheads: int, name: str) -> Tensor:
         x = x.repeat_interleave(nheads // x.shape[-3], -3)
     shape = (*batch, nheads, *x.shape[-2:])
     x = x if tuple(x.shape) == shape else x.expand(shape)
-    return x.unsqueeze(0) if not batch else _merged(x, len(batch), name)
+    return x.unsqueeze(0) if not batch else _merged(x, len(batch), name=name)
 
 
 def _merged(x: Tensor, count: int, name: str) -> Tensor:

@@ -50,7 +50,7 @@ def check_cached(
     """The checked call of a `Cached` that has the caller's tensors alone."""
     page_table, extras = cached.page_table, cached.extras
     seqused_k, cu_seqlens_q = extras.seqused_k, extras.cu_seqlens_q
-    q, k, v = _in_order(cached.q, cached.k, cached.v, cu_seqlens_q, layout)
+    q, k, v = _in_order(cached.q, cached.k, v=cached.v, cu_seqlens_q=cu_seqlens_q, layout=layout)
     share_batch(k, v)
     if cu_seqlens_q is None:
         share_batch(q, k if page_table is None else page_table, seqused_k)
@@ -61,20 +61,20 @@ def check_cached(
             "it must be False, True or 'bottom_right'"
         )
     left, right = band(window, causal is not False)
-    _check_lengths(q, k, page_table, extras)
+    _check_lengths(q, k, page_table=page_table, extras=extras)
     batch = batch_of(q, cu_seqlens_q)
     modifiers = paths.modifiers_of(mask_mod, None, None, (batch, q.shape[-2], 0, 0))
     extras = extras._replace(captured=modifiers.captured)
     for name, x in zip(Extras._fields[:2], extras[:2]):
         if x is not None:
             check_tensor(name, x)
-            check_optional(name, x, q, batch, f"{batch} sequences")
+            check_optional(name, x, q=q, batch=batch, count=f"{batch} sequences")
     for x in extras.captured:
-        check_device("mask_mod has a tensor", x, "q", q, " (Mask.to)", verb="")
+        check_device("mask_mod has a tensor", x, of="q", q=q, remark=" (Mask.to)", verb="")
     k_descale = check_descale("k_descale", cached.k_descale, ("k", k), batch, layout)
     v_descale = check_descale("v_descale", cached.v_descale, ("v", v), batch, layout)
     scale, softcap = check_numbers(scale, softcap, headdim=q.shape[-1], dtype=q.dtype)
-    scalars = Scalars(scale, softcap, left, right)
+    scalars = Scalars(scale, softcap, left=left, right=right)
     cached = cached._replace(q=q, k=k, v=v, k_descale=k_descale, v_descale=v_descale)
     cached = cached._replace(extras=extras, scalars=scalars, mask=modifiers.mods.mask)
     cached = cached._replace(split_size=check_split_size(split_size, q.shape[-2] // k.shape[2]))
@@ -87,8 +87,8 @@ def check_cached_values(cached: Cached, names: tuple[str, str] = LENGTHS) -> Non
     starts, q, left = cached.extras.cu_seqlens_q, cached.q, cached.scalars.left
     if starts is not None and knows_values(starts):
         check_starts("cu_seqlens_q", starts, q.shape[0], "queries")
-    used, read = cached.extras.seqused_k, last_read(q, starts, left)
-    check_reach(cached.k, cached.page_table, used, names=names, read=read)
+    used, read = cached.extras.seqused_k, last_read(q, starts, left=left)
+    check_reach(cached.k, cached.page_table, seqused_k=used, names=names, read=read)
 
 
 def _in_order(
@@ -129,7 +129,7 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None) 
         q = q.new_empty_strided((k.shape[0], *q.shape[1:]), q.stride())
     else:
         q = q[:1].expand(k.shape[0], -1, -1, -1)
-    check_tensors(q, k, v, dtype=dtype)
+    check_tensors(q, k, v=v, dtype=dtype)
 
 
 def _check_lengths(q: Tensor, k: Tensor, page_table: Tensor | None, extras: Extras) -> None:
@@ -144,7 +144,7 @@ def _check_lengths(q: Tensor, k: Tensor, page_table: Tensor | None, extras: Extr
         if x.dim() != len(shape) or (name == "cu_seqlens_q" and x.shape[0] == 0):
             sizes = ", ".join(shape) + "," * (len(shape) == 1)
             raise ArgumentError(f"{name} has shape {tuple(x.shape)}: it must be ({sizes})")
-        check_kind(name, x, q, dtypes)
+        check_kind(name, x, q=q, dtypes=dtypes)
     batch = batch_of(q, cu_seqlens_q)
     source = "q" if cu_seqlens_q is None else "cu_seqlens_q"
     rows = k if page_table is None else page_table
@@ -256,7 +256,7 @@ def check_descale(
             f"{name} with {of} of {stored.dtype}: only caches of {KINDS} have scales, so leave it "
             "out"
         )
-    check_kind(name, x, stored, (torch.float32,), of)
+    check_kind(name, x, q=stored, dtypes=(torch.float32,), of=of)
     nheads_k = stored.shape[2]
     ordered = x.transpose(1, 2) if layout == "bhsd" and x.dim() == 3 else x
     shapes = [(), (nheads_k,), stored.shape[:-1]]

@@ -44,7 +44,7 @@ def launch(
     if call.has_extras:
         extras = extras_of(optional)
         if q.is_cpu:
-            check_values(q, k, extras, words)
+            check_values(q, k, extras=extras, words=words)
     out, lse = ops.launch(call, q, k, v, extras)
     if is_packed:
         return out.squeeze(0), lse.squeeze(0)
@@ -87,7 +87,7 @@ def attend_cached(cached: Cached, out: Tensor | None, layout: str) -> tuple[Tens
     if out is None:
         out, lse = cache_ops.attention(cached)
         return out.transpose(1, 2) if layout == "bhsd" else out, lse
-    return out, cache_ops.attention(cached, check_out(out, cached, layout))[1]
+    return out, cache_ops.attention(cached, check_out(out, cached, layout=layout))[1]
 
 
 def check_out(out: Tensor, cached: Cached, layout: str) -> Tensor:
@@ -154,10 +154,10 @@ def call(
         if entry is not None:
             entry.call = checked
     if checked.has_extras:
-        check_values(q, k, extras, words)
+        check_values(q, k, extras=extras, words=words)
     if not needs_dispatcher and is_on("TILEWISE_CHECK"):
         if words.order and words is not HEADS_FIRST and not checked.problem.is_packed:
-            warn_of_order(q, k, v, words)
+            warn_of_order(q, k, v=v, words=words)
         if q.device.type != "cpu":
             check_scores(q, k, checked.scalars.scale, checked.scalars.softcap, words)
     return ops.attention(checked, q, k, v, extras, needs_dispatcher)

@@ -40,13 +40,13 @@ def check(
 ) -> Call:
     """The call of tensors in (batch, seqlen, nheads, headdim) order, but for values of lengths."""
     (left, right), (scale, softcap) = window, numbers
-    check_tensors(q, k, v, words)
-    check_extras(q, k, extras, words)
+    check_tensors(q, k, v=v, words=words)
+    check_extras(q, k, extras=extras, words=words)
     check_dropout(dropout_p)
     if deterministic and mods.score:
         check_order(take_apart(mods, extras.captured).score)
     scale, softcap = check_numbers(scale, softcap, headdim=q.shape[3], dtype=q.dtype, words=words)
-    scalars = Scalars(scale, softcap, left, right, float(dropout_p))
+    scalars = Scalars(scale, softcap, left=left, right=right, dropout_p=float(dropout_p))
     flags: Any = dict(align=align, deterministic=deterministic, mods=mods, is_long=is_long)
     flags["has_bias_grad"] = extras.bias is not None and extras.bias.requires_grad
     return Call(describe(q, k, v, extras=extras, scalars=scalars, **flags), scalars)
@@ -58,7 +58,7 @@ def check_extras(q: Tensor, k: Tensor, extras: Extras, words: Words = OURS) -> N
         if x is not None and not isinstance(x, torch.Tensor):
             name = words._asdict().get(name, name)
             raise ArgumentError(f"{name} is {a_type(x)}: it must be a torch.Tensor or None")
-    batch = check_packing(q, k, extras, words)
+    batch = check_packing(q, k, extras=extras, words=words)
     for name in ("alibi_slopes", "sinks", "dropout_rng", "seqused_q", "seqused_k"):
         check_optional(name, getattr(extras, name), q, batch, title=words._asdict().get(name, name))
     if extras.alibi_slopes is not None and extras.alibi_slopes.requires_grad:
@@ -67,9 +67,9 @@ def check_extras(q: Tensor, k: Tensor, extras: Extras, words: Words = OURS) -> N
             "score_mod=tilewise.scores.alibi(slopes), which learns them, or detach() them"
         )
     if extras.bias is not None:
-        check_bias(q, k, extras.bias, extras.cu_seqlens_q is not None, words)
+        check_bias(q, k, bias=extras.bias, is_packed=extras.cu_seqlens_q is not None, words=words)
     for x in extras.captured:
-        check_device(words.captured, x, words.q, q, " (Mask.to, BlockMask.to)", verb="")
+        check_device(words.captured, x, of=words.q, q=q, remark=" (Mask.to, BlockMask.to)", verb="")
 
 
 def check_values(q: Tensor, k: Tensor, extras: Extras, words: Words = OURS) -> None:
@@ -130,7 +130,7 @@ def check_bias(
         raise ArgumentError(
             f"{words.bias}.dtype is {bias.dtype}: it must be {words.bias_is_also}{dtypes}"
         )
-    check_device(words.bias, bias, words.q, q)
+    check_device(words.bias, bias, of=words.q, q=q)
 
 
 def _expanded(bias: Tensor, scores: tuple[int, ...]) -> str:
@@ -159,7 +159,7 @@ def check_packing(q: Tensor, k: Tensor, extras: Extras, words: Words = OURS) -> 
                 f"{name} has shape {tuple(x.shape)}: cu_seqlens_q and cu_seqlens_k must both be "
                 "(batch + 1,)"
             )
-        check_kind(name, x, q, FEATURES[name].dtypes)
+        check_kind(name, x, q=q, dtypes=FEATURES[name].dtypes)
     return cu_q.shape[0] - 1
 
 
@@ -228,7 +228,7 @@ def check_optional(
             f"{title} has shape {tuple(x.shape)}: with q of {q.shape[-2]} heads and "
             f"{count or f'batch {q.shape[0]}'} it must be {_either(shapes)}"
         )
-    check_kind(title, x, q, feature.dtypes)
+    check_kind(title, x, q=q, dtypes=feature.dtypes)
 
 
 def _either(choices: Sequence) -> str:

@@ -129,11 +129,11 @@ def flash_attn_func(
             deterministic=deterministic,
             return_lse=True,
         )
-        return _returned(out, lse, return_attn_probs, return_lse)
+        return _returned(out, lse, return_attn_probs=return_attn_probs, return_lse=return_lse)
     entry, optional = None, (alibi_slopes, learnable_sink)
     if not has_more and is_plain(dropout_p, attention_chunk):
         plain = "flash_attn", softmax_scale, *flags
-        entry, _ = find((*inputs, *optional), plain, window_size)
+        entry, _ = find((*inputs, *optional), plain, window=window_size)
         if entry is not None and entry.call is not None:
             out, lse = launch(entry.call, inputs, optional=optional, layout="bshd")
             return (out, lse, None) if return_attn_probs else (out, lse) if return_lse else out
@@ -145,7 +145,7 @@ def flash_attn_func(
         fp8_arguments = Fp8Arguments(
             q_descale,
             k_descale,
-            v_descale,
+            v_descale=v_descale,
             extras=extras,
             causal=_flag(causal),
             scale=softmax_scale,
@@ -155,26 +155,26 @@ def flash_attn_func(
             words=WORDS,
         )
         out, lse = fp8.attend(q, k, v, fp8_arguments)
-        return _returned(out, lse, return_attn_probs, return_lse)
+        return _returned(out, lse, return_attn_probs=return_attn_probs, return_lse=return_lse)
     q, k, v = with_contiguous_rows(zip("qkv", inputs))
-    check_rank(q, k, v, WORDS)
+    check_rank(q, k, v=v, words=WORDS)
     if not all(x is y for x, y in zip(inputs, (q, k, v))):
         entry = None  # what is launched are others
     chunk = check_chunk(attention_chunk)
-    chunks = chunk_of_batch(chunk, q, k)
+    chunks = chunk_of_batch(chunk, q, k=k)
     out, lse = call(
         q,
         k,
-        v,
+        v=v,
         extras=extras._replace(dropout_rng=_rng(dropout_p, q), captured=chunks.captured),
         numbers=(softmax_scale, softcap, dropout_p),
-        window=_window(window_size, causal, chunk),
+        window=_window(window_size, causal, chunk=chunk),
         deterministic=deterministic,
         mods=chunks.mods,
         words=WORDS,
         entry=entry,
     )
-    return _returned(out, lse, return_attn_probs, return_lse)
+    return _returned(out, lse, return_attn_probs=return_attn_probs, return_lse=return_lse)
 
 
 @refuses_others("tilewise.flash_attn_varlen_func")
@@ -254,7 +254,7 @@ def flash_attn_varlen_func(
     has_more = not (block_table is q_descale is k_descale is v_descale is out_dtype is None)
     if not has_more and is_plain(dropout_p, attention_chunk):
         plain = "flash_attn_varlen", softmax_scale, *bounds, *flags
-        entry, _ = find((*inputs, *optional), plain, window_size, checks_values=True)
+        entry, _ = find((*inputs, *optional), plain, window=window_size, checks_values=True)
         if entry is not None and entry.call is not None:
             out, lse = launch(entry.call, inputs, optional=optional, layout="bshd", words=WORDS)
             return (out, lse, None) if return_attn_probs else (out, lse) if return_lse else out
@@ -271,7 +271,7 @@ def flash_attn_varlen_func(
         fp8_arguments = Fp8Arguments(
             q_descale,
             k_descale,
-            v_descale,
+            v_descale=v_descale,
             extras=extras,
             causal=_flag(causal),
             scale=softmax_scale,
@@ -282,7 +282,7 @@ def flash_attn_varlen_func(
             words=WORDS,
         )
         out, lse = fp8.attend(q, k, v, fp8_arguments)
-        return _returned(out, lse, return_attn_probs, return_lse)
+        return _returned(out, lse, return_attn_probs=return_attn_probs, return_lse=return_lse)
     q, k, v = with_contiguous_rows(zip("qkv", inputs))
     if not all(x is y for x, y in zip(inputs, (q, k, v))):
         entry = None  # what is launched are others
@@ -304,22 +304,22 @@ def flash_attn_varlen_func(
             v_descale=v_descale,
             causal=_flag(causal),
             scale=softmax_scale,
-            window=chunk_band(chunk, band(window_size, _flag(causal), "window_size")),
+            window=chunk_band(chunk, band(window_size, _flag(causal), name="window_size")),
             softcap=softcap,
             mask_mod=chunked(chunk) if chunk else None,
             return_lse=True,
         )
-        return _returned(out, lse, return_attn_probs, return_lse)
+        return _returned(out, lse, return_attn_probs=return_attn_probs, return_lse=return_lse)
     q, k, v = in_order(q, k, v, "bshd", True)
     chunk = check_chunk(attention_chunk)
     chunks = chunk_of_packed(chunk, extras)
     out, lse = call(
         q,
         k,
-        v,
+        v=v,
         extras=extras._replace(dropout_rng=_rng(dropout_p, q), captured=chunks.captured),
         numbers=(softmax_scale, softcap, dropout_p),
-        window=_window(window_size, causal, chunk),
+        window=_window(window_size, causal, chunk=chunk),
         deterministic=deterministic,
         mods=chunks.mods,
         is_long=is_long(max_seqlen_q),
@@ -337,7 +337,7 @@ def is_plain(dropout_p: float, attention_chunk: int) -> bool:
 
 def _flag(causal: bool) -> bool:
     remark = ", which means bottom-right here; tilewise.attention takes 'top_left', too"
-    return check_flag("causal", causal, remark)
+    return check_flag("causal", causal, remark=remark)
 
 
 def _returned(out: Tensor, lse: Tensor, return_attn_probs: bool, return_lse: bool):
@@ -351,7 +351,7 @@ def _rng(dropout_p: float, q: Tensor) -> Tensor | None:
 
 
 def _window(window_size: Window, causal: bool, chunk: int) -> tuple[str, int, int]:
-    limits = band(window_size, _flag(causal), "window_size")
+    limits = band(window_size, _flag(causal), name="window_size")
     return "bottom_right", *chunk_band(chunk, limits)
 
 
@@ -360,4 +360,4 @@ def _check_hints(num_splits: int, pack_gqa: bool | None) -> None:
     if splits is None or splits < 0:
         raise ArgumentError(f"num_splits={num_splits!r}: it must be an int, at least 0")
     if pack_gqa is not None:
-        check_flag("pack_gqa", pack_gqa, " or None")
+        check_flag("pack_gqa", pack_gqa, remark=" or None")

@@ -54,11 +54,11 @@ def flash_attn_qkvpacked_func(
     """
     if unknown:
         raise unexpected("tilewise.flash_attn_qkvpacked_func", unknown)
-    q, k, v = _unpack("qkv", qkv, 3)
+    q, k, v = _unpack("qkv", qkv, parts=3)
     return flash_attn_func(
         q,
         k,
-        v,
+        v=v,
         dropout_p=dropout_p,
         softmax_scale=softmax_scale,
         causal=causal,
@@ -118,11 +118,11 @@ def flash_attn_kvpacked_func(
     """
     if unknown:
         raise unexpected("tilewise.flash_attn_kvpacked_func", unknown)
-    k, v = _unpack("kv", kv, 2)
+    k, v = _unpack("kv", kv, parts=2)
     return flash_attn_func(
         q,
         k,
-        v,
+        v=v,
         dropout_p=dropout_p,
         softmax_scale=softmax_scale,
         causal=causal,
@@ -164,7 +164,7 @@ def flash_attn_varlen_qkvpacked_func(
         ArgumentError: an argument is wrong.
         NotImplementedError: no backend supports the call; the message has each backend's reason.
     """
-    q, k, v = _unpack("qkv", qkv, 3, 1)
+    q, k, v = _unpack("qkv", qkv, parts=3, dim=1)
     bounds = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
     return flash_attn_varlen_func(q, k, v, *bounds, *flags, **options)
 
@@ -205,7 +205,7 @@ def flash_attn_varlen_kvpacked_func(
         ArgumentError: an argument is wrong.
         NotImplementedError: no backend supports the call; the message has each backend's reason.
     """
-    k, v = _unpack("kv", kv, 2, 1)
+    k, v = _unpack("kv", kv, parts=2, dim=1)
     bounds = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     return flash_attn_varlen_func(q, k, v, *bounds, *flags, **options)
 

@@ -83,7 +83,7 @@ def flex_attention(
     """
     if unknown:
         raise unexpected("tilewise.flex_attention", unknown)
-    check_rank(query, key, value, WORDS)
+    check_rank(query, key, v=value, words=WORDS)
     has_gqa = check_flag("enable_gqa", enable_gqa)
     return_lse = _check_returns(return_lse, return_aux)
     if kernel_options is not None and not isinstance(kernel_options, dict):
@@ -91,17 +91,17 @@ def flex_attention(
             f"kernel_options is {a_type(kernel_options)}: it must be a dict or None"
         )
     share_batch(query, key, value)
-    _check_sharing(query, key, has_gqa, block_mask is not None)
-    x = batched(query, key, value, has_gqa, WORDS)
+    _check_sharing(query, key, has_gqa=has_gqa, is_masked=block_mask is not None)
+    x = batched(query, key, value=value, enable_gqa=has_gqa, words=WORDS)
     batch, nheads, seqlen_q, seqlen_k = x.scores
     sizes = batch, nheads, seqlen_q, seqlen_k
-    block_mask = check_block_mask(block_mask, sizes, False, False)
+    block_mask = check_block_mask(block_mask, sizes, is_packed=False, has_band=False)
     modifiers = modifiers_of(None, score_mod, block_mask, sizes)
-    query, scale = with_positive_scale(x.query, scale, WORDS)
+    query, scale = with_positive_scale(x.query, scale, words=WORDS)
     out, lse = call(
         query.transpose(1, 2),
         x.key.transpose(1, 2),
-        x.value.transpose(1, 2),
+        v=x.value.transpose(1, 2),
         extras=Extras(captured=modifiers.captured),
         numbers=(scale, None, 0.0),
         window=("bottom_right", OPEN, OPEN),

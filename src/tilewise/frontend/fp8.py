@@ -66,13 +66,13 @@ def attend(
     plain = "fp8", is_quantized, given.causal, given.scale, given.softcap, given.layout
     plain = *plain, given.backward, given.backend, str(given.out_dtype)
     plain = *plain, as_bound(given.max_seqlen_q)
-    entry, _ = find((*inputs, *extras[:6]), plain, given.window, checks_values=True)
+    entry, _ = find((*inputs, *extras[:6]), plain, window=given.window, checks_values=True)
     checked = None if entry is None else entry.call
     is_packed = extras.cu_seqlens_q is not None or extras.cu_seqlens_k is not None
     if is_quantized:
-        x = _as_batch(q, is_packed, given.layout)
+        x = _as_batch(q, is_packed, layout=given.layout)
     else:
-        x = _of_raw(q, k, v, given, is_packed, checked is None)
+        x = _of_raw(q, k, v=v, given=given, is_packed=is_packed, is_new=checked is None)
     names = ("scales.q", "scales.k") if is_quantized else ("q_descale", "k_descale")
     check_signs(zip(names, x.scales))
     if checked is None:
@@ -80,7 +80,7 @@ def attend(
         if entry is not None:
             entry.call = checked
     if checked.has_extras and (entry is None or x.q.is_cpu):
-        check_values(x.q, x.k, extras, given.words)
+        check_values(x.q, x.k, extras=extras, words=given.words)
     if x.lengths is not None:
         check_lengths(x.lengths, extras)
     out, lse = ops.attention(checked, x, extras, wants_lse)
@@ -108,15 +108,15 @@ def _of_raw(
             refuse_sixteen_bits(q, given.words)
     q, k, v = in_order(q, k, v, given.layout, is_packed)
     if is_new:
-        check_raw(q, k, v, descales=given[:3], words=given.words)
+        check_raw(q, k, v=v, descales=given[:3], words=given.words)
     starts = given.extras.cu_seqlens_q
     sequences = q.shape[0] if starts is None else starts.shape[0] - 1
     one: Any = None
     if any(x is None for x in given[:3]):
         one = ones_of(k, sequences)
     named = zip(Fp8Arguments._fields, given[:3])
-    scales = [one if x is None else descale(name, x, k, sequences) for name, x in named]
-    return Quantized(q, k, v, Scales._make(scales))
+    scales = [one if x is None else descale(name, x, k=k, batch=sequences) for name, x in named]
+    return Quantized(q, k, v_t=v, scales=Scales._make(scales))
 
 
 def ones_of(k: Tensor, sequences: int) -> Tensor:
@@ -151,9 +151,9 @@ def check(x: Quantized, is_quantized: bool, given: Fp8Arguments) -> Call:
     check_layout(given.layout)
     check_bounds(given.max_seqlen_q)
     align = check_causal(given.causal)
-    left, right = band(given.window, given.causal is not False, words.window)
+    left, right = band(given.window, given.causal is not False, name=words.window)
     out_dtype = check_out_dtype(given.out_dtype)
-    check_extras(x.q, x.k, extras, words)
+    check_extras(x.q, x.k, extras=extras, words=words)
     starts = extras.cu_seqlens_q
     sequences = x.q.shape[0] if starts is None else starts.shape[0] - 1
     if is_quantized:
@@ -162,9 +162,9 @@ def check(x: Quantized, is_quantized: bool, given: Fp8Arguments) -> Call:
     scale, softcap = check_numbers(
         given.scale, given.softcap, headdim=x.q.shape[3], dtype=torch.float32, words=words
     )
-    check_shift(x, softcap, extras.sinks)
-    needs_grad = check_backward(x if is_quantized else None, given.backward, extras.sinks)
-    scalars = Scalars(scale, softcap, left, right)
+    check_shift(x, softcap, sinks=extras.sinks)
+    needs_grad = check_backward(x if is_quantized else None, given.backward, sinks=extras.sinks)
+    scalars = Scalars(scale, softcap, left=left, right=right)
     headdim_v = x.v_t.shape[2 if is_quantized else 3]
     flags = align, extras.cu_seqlens_q is not None and is_long(given.max_seqlen_q)
     problem = ops.problem_of(x.q, x.k, headdim_v, extras, scalars, flags)

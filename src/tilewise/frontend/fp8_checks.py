@@ -34,7 +34,7 @@ def check_raw(q: Any, k: Any, v: Any, descales: tuple[Any, ...], words: Words = 
                 "q, k and v of torch.float8_e4m3fn; quantise all three (tilewise.quantize), or "
                 f"leave {words.q} in bfloat16 with k and v as an 8-bit cache"
             )
-    check_tensors(q, k, v, words, kinds=(FP8,))
+    check_tensors(q, k, v=v, words=words, kinds=(FP8,))
     for name, x in zip(("q_descale", "k_descale", "v_descale"), descales):
         if x is not None:
             check_tensor(name, x)
@@ -71,7 +71,7 @@ def descale(name: str, x: Tensor, k: Tensor, batch: int) -> Tensor:
             f"{(batch, nheads_k)}, one number, one per key head, or one per sequence and key "
             "head, for q, too"
         )
-    check_kind(name, x, k, (torch.float32,), "k")
+    check_kind(name, x, q=k, dtypes=(torch.float32,), of="k")
     return x.expand(batch, nheads_k).contiguous()
 
 
@@ -89,7 +89,7 @@ def check_signs(named: Iterable[tuple[str, Tensor | None]]) -> None:
 
 def check_quantized(x: Quantized, sequences: int) -> None:
     """A `Quantized` of 4-dimensional tensors and so many sequences."""
-    check_tensors(x.q, x.k, x.k, kinds=(FP8,))
+    check_tensors(x.q, x.k, v=x.k, kinds=(FP8,))
     nheads_k, headdim = x.k.shape[2:]
     batch, total = x.k.shape[:2]
     allowed = [packed_columns(total, sequences)]  # no set, which would fix symbolic sizes
@@ -123,7 +123,7 @@ def check_quantized(x: Quantized, sequences: int) -> None:
             )
     for name, t in (("k", x.k), ("v_t", x.v_t), *((name, t) for name, t, _ in named)):
         if t is not None:
-            check_device(f"{name} of a Quantized", t, "q", x.q)
+            check_device(f"{name} of a Quantized", t, of="q", q=x.q)
 
 
 def check_lengths(made: Lengths, extras: Extras) -> None:

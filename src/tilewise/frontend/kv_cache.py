@@ -147,7 +147,7 @@ def flash_attn_with_kvcache(
             plain = "flash_attn_with_kvcache and new keys", rotary_interleaved, *plain[1:]
         is_plain = qv is q_descale is None and type(attention_chunk) is int
         if is_plain and has_kernels and (has_new or not is_moved):
-            entry, addresses = find(tensors, plain, window_size, checks_values=not has_new)
+            entry, addresses = find(tensors, plain, window=window_size, checks_values=not has_new)
         if entry is not None and entry.call is not None:
             names = "cache_seqlens", "block_table" if page_table is None else "page_table"
             options: Any = dict(has_lse=return_softmax_lse, names=names)
@@ -179,14 +179,14 @@ def flash_attn_with_kvcache(
     causal = check_flag("causal", causal)
     if rotary_cos is not None:
         rotary_interleaved = check_flag("rotary_interleaved", rotary_interleaved)
-        check_rotation(q, k, rotary_cos, rotary_sin)
+        check_rotation(q, k, cos=rotary_cos, sin=rotary_sin)
     names = "cache_seqlens", "block_table" if page_table is None else "page_table"
     place = table
     if cache_batch_idx is not None:
         place, names = cache_batch_idx.unsqueeze(1), (names[0], "cache_batch_idx")
     chunk = check_chunk(attention_chunk)
-    window = chunk_band(chunk, band(window_size, causal, "window_size"))
-    last_key = last_read(q, cu_seqlens_q, window[0])
+    window = chunk_band(chunk, band(window_size, causal, name="window_size"))
+    last_key = last_read(q, cu_seqlens_q, left=window[0])
     used, fewest = before, None
     if k is not None:
         if v is None:
@@ -207,16 +207,16 @@ def flash_attn_with_kvcache(
         tensors = q, k_cache, v_cache, table, before, cu_seqlens_q, alibi_slopes, learnable_sink
         tensors = *tensors, *descales, out, k, v, rotary_cos, rotary_sin, cu_seqlens_k_new
         tensors = *tensors, rotary_seqlens, None if cache_batch_idx is None else place
-        is_at_first = not causal and band(window_size, causal, "window_size") == (-1, -1)
+        is_at_first = not causal and band(window_size, causal, name="window_size") == (-1, -1)
         call = AppendedCall._make((*tensors, cache_leftpad, rotary_interleaved, is_at_first))
         if has_kernels:
-            appended = append_new(call, used, entry is not None and not chunk)
+            appended = append_new(call, used, is_kept=entry is not None and not chunk)
         else:
             appended = append_apart(call, used)
         q, used, place, keep = appended
         inner = None if keep is None else Entry()
     elif cache_leftpad is not None:
-        used, place = without_padding(k_cache, used, cache_batch_idx, cache_leftpad)
+        used, place = without_padding(k_cache, used, rows=cache_batch_idx, leftpad=cache_leftpad)
     if cache_leftpad is not None:
         stored = k_cache, v_cache, *descales
         k_cache, v_cache, *descales = map(as_pages, stored)
@@ -246,7 +246,7 @@ def _lengths(
     cache_seqlens: int | Tensor | None, batch: int, k_cache: Tensor, table: Tensor | None
 ) -> Tensor:
     if isinstance(cache_seqlens, Tensor) and cache_seqlens.dim() == 1:
-        check_kind("cache_seqlens", cache_seqlens, k_cache, (torch.int32,), "k_cache")
+        check_kind("cache_seqlens", cache_seqlens, q=k_cache, dtypes=(torch.int32,), of="k_cache")
         return cache_seqlens
     length = cache_seqlens
     if length is None:
@@ -332,9 +332,9 @@ def _attend(
     addresses = None
     if mask_mod is None and entry is None:
         plain = "cache", causal, scale, softcap, invariance.is_on, longest
-        entry, addresses = find(tensors, plain, window, checks_values=True)
+        entry, addresses = find(tensors, plain, window=window, checks_values=True)
     if entry is not None and entry.call is not None:
-        results = launch_step(entry.call, tensors, addresses, True)
+        results = launch_step(entry.call, tensors, addresses=addresses, has_lse=True)
         if results is not None:
             return results
     cached = NO_CACHE.of_tensors(tensors[:OUT])._replace(entry=entry, longest=longest)

@@ -41,7 +41,7 @@ def append_new(call: AppendedCall, used: Tensor | None, is_kept: bool) -> Append
     prologue, step = append_ops.prepare(call, is_kept)
     rotated = None if prologue.rotated is None else prologue.rotated.ptr
     q, table = call.q if rotated is None else rotated, prologue.table
-    appended = Appended(q, prologue.used, call.page_table if table is None else table)
+    appended = Appended(q, prologue.used, page_table=call.page_table if table is None else table)
     if step is None:
         return appended
     pages = "table" if call.rows is None else "rows"
@@ -74,10 +74,10 @@ def append_apart(call: AppendedCall, used: Tensor | None) -> Appended:
     check_call(new)
     append_ops.append(new)
     if call.leftpad is None:
-        return Appended(q, used, call.page_table)
+        return Appended(q, used, page_table=call.page_table)
     rows = None if call.rows is None else call.rows.squeeze(1)
-    used, table = without_padding(call.k_cache, used, rows, call.leftpad)
-    return Appended(q, used, table)
+    used, table = without_padding(call.k_cache, used, rows=rows, leftpad=call.leftpad)
+    return Appended(q, used, page_table=table)
 
 
 def check_rotation(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor | None) -> None:
@@ -85,7 +85,7 @@ def check_rotation(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor | None)
     if k is None or sin is None:
         missing = "k" if k is None else "rotary_sin"
         raise ArgumentError(f"rotary_cos without {missing}: pass rotary_cos, rotary_sin, k and v")
-    check_tables(Rotary(cos, sin), q, "q")
+    check_tables(Rotary(cos, sin), q, of="q")
 
 
 def _positions(x: Tensor, base: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:

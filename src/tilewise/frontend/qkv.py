@@ -31,16 +31,16 @@ def check_tensors(
     nheads, headdim) order. `dtype` is that of k and v, by default q's, which is one of `kinds`.
     """
     share_batch(q, k, v)
-    if _fits(q, k, v, kinds):
+    if _fits(q, k, v=v, kinds=kinds):
         return
-    shapes = _shapes(q, k, v, words)
+    shapes = _shapes(q, k, v=v, words=words)
     for name, x in ((words.k, k), (words.v, v)):
         if x.dtype != (q.dtype if dtype is None else dtype):
             raise ArgumentError(
                 f"{name}.dtype is {x.dtype} and {words.q}.dtype is {q.dtype}: cast them to "
                 "one dtype"
             )
-        check_device(name, x, words.q, q)
+        check_device(name, x, of=words.q, q=q)
         if x.shape[0] != q.shape[0]:
             raise ArgumentError(
                 f"{name} has batch {x.shape[0]} and {words.q} has batch {q.shape[0]} ({shapes}): "
@@ -62,13 +62,13 @@ def check_tensors(
         if x1.shape[dim] != x2.shape[dim]:
             raise ArgumentError(
                 f"{name1} has {sizes[0]} and {name2} has {sizes[1]} ({shapes}): they must be equal"
-                f"{'' if size_name == 'headdim' else _order(q, k, v, words)}"
+                f"{'' if size_name == 'headdim' else _order(q, k, v=v, words=words)}"
             )
     if k.shape[2] == 0 or q.shape[2] % k.shape[2] or q.shape[2] == 0:
         raise ArgumentError(
             f"{words.q} has {q.shape[2]} heads and {words.k} has {k.shape[2]}: the heads of "
             f"{words.q} must be a multiple of those of {words.k} (GQA)"
-            f"{_order(q, k, v, words)}"
+            f"{_order(q, k, v=v, words=words)}"
         )
     for name, x in ((words.q, q), (words.k, k), (words.v, v)):
         if x.shape[3] == 0:
@@ -136,7 +136,7 @@ def in_order(
                     "headdim)"
                 )
         q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
-    check_rank(q, k, v)
+    check_rank(q, k, v=v)
     if layout == "bhsd":
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     return q, k, v
@@ -186,7 +186,7 @@ def check_kind(
         kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise ArgumentError(f"{name}.dtype is {x.dtype}: it must be {kinds}")
     if x.device != q.device:
-        check_device(name, x, of, q)
+        check_device(name, x, of=of, q=q)
 
 
 def check_device(

@@ -108,12 +108,12 @@ def quantize(
         call = ops.CallQuantize(_steps(rotate, smooth))
         check_layout(layout)
         q, k, v = in_order(q, k, v, layout, is_packed)
-        check_tensors(q, k, v)
+        check_tensors(q, k, v=v)
         extras = Extras(None, None, seqused_k, seqused_q, cu_seqlens_q, cu_seqlens_k)
-        check_extras(q, k, extras)
-        check_values(q, k, extras)
+        check_extras(q, k, extras=extras)
+        check_values(q, k, extras=extras)
         if rotary is not None:
-            rotary = _tables(rotary, k, lengths)
+            rotary = _tables(rotary, k, of=lengths)
         if entry is not None:
             entry.call = call
     else:
@@ -134,13 +134,13 @@ def quantize(
 
 def _steps(rotate: Any, smooth: Any) -> Steps:
     is_rotated = check_flag("rotate", rotate)
-    is_smooth = smooth == "v" or check_flag("smooth", smooth, ' or "v"')
-    return Steps(is_rotated, is_smooth and smooth != "v", is_smooth)
+    is_smooth = smooth == "v" or check_flag("smooth", smooth, remark=' or "v"')
+    return Steps(is_rotated, is_smooth and smooth != "v", smooth_v=is_smooth)
 
 
 def _tables(rotary: Any, k: Tensor, of: Lengths) -> Rotary:
     """Rotary tables, with a row for each key where lengths are known."""
-    check_rotary(rotary, k, "k")
+    check_rotary(rotary, k, of="k")
     is_interleaved = check_flag("rotary.interleaved", rotary.interleaved)
     for name, x in zip(("cos", "sin"), rotary):
         if x.requires_grad and torch.is_grad_enabled():
@@ -158,7 +158,7 @@ def _tables(rotary: Any, k: Tensor, of: Lengths) -> Rotary:
             f"rotary.cos has {rotary.cos.shape[0]} positions and k has {longest} keys: pass "
             "longer tables"
         )
-    return Rotary(rotary.cos, rotary.sin, is_interleaved)
+    return Rotary(rotary.cos, rotary.sin, interleaved=is_interleaved)
 
 
 def _scales(scales: Any, k: Tensor, sequences: int) -> ops.Given:
@@ -174,5 +174,5 @@ def _scales(scales: Any, k: Tensor, sequences: int) -> ops.Given:
             raise NotImplementedError(
                 f"scales.{name}.requires_grad: scales have no gradient; detach() it"
             )
-        checked.append(None if x is None else descale(f"scales.{name}", x, k, sequences))
+        checked.append(None if x is None else descale(f"scales.{name}", x, k=k, batch=sequences))
     return checked[0], checked[1], checked[2]

@@ -34,20 +34,20 @@ def check_numbers(
     factor = headdim**-0.5 if scale is None else check_scale(scale, words)
     cap = 0.0 if softcap is None else check_softcap(softcap)
     if scale is not None:
-        _check_range(words.scale, factor, exact, f"multiply {words.q} instead")
+        _check_range(words.scale, factor, exact=exact, remedy=f"multiply {words.q} instead")
     if cap:
-        _check_range("softcap", cap, exact, "leave it out")
+        _check_range("softcap", cap, exact=exact, remedy="leave it out")
         # One of few digits, or 0, moves a score by no more than a part of the cap
         few = torch.finfo(exact).tiny if cap > 1e20 else 0.0
         name = f"{words.scale} / softcap"
-        _check_range(name, factor / cap, exact, "bring them closer", few)
+        _check_range(name, factor / cap, exact=exact, remedy="bring them closer", least=few)
     return factor, cap
 
 
 def check_scale(scale: float, words: Words = OURS) -> float:
     """A positive number."""
     remedy = f"multiply {words.q} by it, or let a score_mod capture it"
-    number = check_number(words.scale, scale, remedy)
+    number = check_number(words.scale, scale, remedy=remedy)
     if not (number > 0 and number < math.inf):
         raise ArgumentError(
             f"{words.scale}={scale}: it must be positive and finite; to flip the sign of the "
@@ -58,7 +58,7 @@ def check_scale(scale: float, words: Words = OURS) -> float:
 
 def check_softcap(softcap: float) -> float:
     """A positive number, or 0 for none."""
-    number = check_number("softcap", softcap, "let a score_mod capture it")
+    number = check_number("softcap", softcap, remedy="let a score_mod capture it")
     if not (number >= 0 and number < math.inf):
         raise ArgumentError(f"softcap={softcap}: it must be positive, or 0 or None for none")
     return number

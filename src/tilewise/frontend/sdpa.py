@@ -127,7 +127,7 @@ def with_lse(
     inputs = query, key, value
     is_causal = check_flag("is_causal", is_causal)
     has_gqa = check_flag("enable_gqa", enable_gqa)
-    x = batched(query, key, value, has_gqa, WORDS)
+    x = batched(query, key, value=value, enable_gqa=has_gqa, words=WORDS)
     if attn_mask is not None and is_causal:
         raise ArgumentError(
             "attn_mask with is_causal: pass one of them, as torch does, and fold causality into "
@@ -140,13 +140,13 @@ def with_lse(
         dropout_p, x = 0.0, x._replace(value=x.value * 0)
     rng = draw_rng(x.query.device) if check_dropout(dropout_p) else None
     bias, modifiers = _masked_by(attn_mask, x)
-    query, scale = with_positive_scale(x.query, scale, WORDS)
+    query, scale = with_positive_scale(x.query, scale, words=WORDS)
     if not all(a is b for a, b in zip(inputs, (query, x.key, x.value))):
         entry = None  # what is launched are others
     out, lse = call(
         query.transpose(1, 2),
         x.key.transpose(1, 2),
-        x.value.transpose(1, 2),
+        v=x.value.transpose(1, 2),
         extras=Extras(bias=bias, dropout_rng=rng, captured=modifiers.captured),
         numbers=(scale, None, dropout_p),
         window=window,
@@ -213,7 +213,7 @@ def _masked_by(attn_mask: Tensor | None, x: Batched) -> tuple[Tensor | None, Fla
             f"attn_mask has shape {tuple(attn_mask.shape)}: it must broadcast over the scores, "
             f"(..., nheads, seqlen_q, seqlen_k), here {x.scores}"
         )
-    mask = over_scores(attn_mask, x.out, "attn_mask")
+    mask = over_scores(attn_mask, x.out, name="attn_mask")
     if mask.dtype != torch.bool:
         return mask, NO_MODIFIERS
     is_compiled = torch.compiler.is_compiling()

@@ -163,7 +163,7 @@ def _checked(arguments: FlashArguments, q: Tensor, k: Tensor, v: Tensor, extras:
             is_long=arguments.cum_seq_q is not None and arguments.max_q > LONG_SEQLEN,
             words=WORDS,
         )
-    check_values(q, k, extras, WORDS)
+    check_values(q, k, extras=extras, words=WORDS)
     return call
 
 

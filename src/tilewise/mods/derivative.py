@@ -74,7 +74,7 @@ def _guarded(expr: Node, slope: Node) -> Node:
     constants = (node.value for node in nodes_of(slope) if node.op == FLOAT)
     if not any(map(math.isinf, constants)):
         return slope
-    return _where(Node("==", (expr, MINUS_INFINITY)), ZERO, slope)
+    return _where(Node("==", (expr, MINUS_INFINITY)), ZERO, y=slope)
 
 
 def _constant(value: float) -> Node:
@@ -91,17 +91,17 @@ def _folded(op: str, x: Node, y: Node) -> Node:
 
 
 def _sum(x: Node, y: Node) -> Node:
-    return y if x == ZERO else x if y == ZERO else _folded("+", x, y)
+    return y if x == ZERO else x if y == ZERO else _folded("+", x, y=y)
 
 
 def _difference(x: Node, y: Node) -> Node:
     if x == ZERO:
         return _negative(y)
-    return x if y == ZERO else _folded("-", x, y)
+    return x if y == ZERO else _folded("-", x, y=y)
 
 
 def _negative(x: Node) -> Node:
-    return _folded("*", _constant(-1.0), x) if x.op in (FLOAT, INT) else Node("neg", (x,))
+    return _folded("*", _constant(-1.0), y=x) if x.op in (FLOAT, INT) else Node("neg", (x,))
 
 
 def _product(slope: Node, factor: Node) -> Node:
@@ -114,8 +114,8 @@ def _product(slope: Node, factor: Node) -> Node:
         is_plain = slope == ONE and factor.kind == FLOAT
         return factor if is_plain else Node("*", (slope, factor))
     if slope.op == "*" and slope.inputs[0].op in NUMERIC:
-        return _product(_folded("*", slope.inputs[0], factor), slope.inputs[1])
-    return slope if factor == ONE else _folded("*", factor, slope)
+        return _product(_folded("*", slope.inputs[0], y=factor), slope.inputs[1])
+    return slope if factor == ONE else _folded("*", factor, y=slope)
 
 
 def _quotient(slope: Node, divisor: Node) -> Node:
@@ -156,7 +156,7 @@ class Term:
 
     def where(self, x: Term | float, y: Term | float) -> Term:
         """x where this condition holds, else y."""
-        return Term(_where(self.node, _node_of(x), _node_of(y)))
+        return Term(_where(self.node, _node_of(x), y=_node_of(y)))
 
     def __getattr__(self, op: str) -> Callable[..., Term]:
         return lambda *others: Term(Node(op, (self.node, *map(_node_of, others))))

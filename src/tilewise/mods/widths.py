@@ -71,7 +71,7 @@ def _corners(compute: Callable[[int, int], int], x: Range, y: Range) -> Range:
 
 def _quotient(x: Range, d: Range) -> Range:
     if d.lo > 0:
-        return _corners(lambda a, b: a // b, x, d)
+        return _corners(lambda a, b: a // b, x, y=d)
     largest = max(abs(x.lo), abs(x.hi))
     return Range(-largest, largest)
 
@@ -85,13 +85,13 @@ def _remainder(x: Range, d: Range) -> Range:
 
 def _left(x: Range, y: Range) -> Range:
     if y.fits(Range(0, LAST_BIT)):
-        return _corners(lambda a, b: a << b, x, y)
-    return _hull(0, *_corners(lambda a, b: a << b, x, Range(0, LAST_BIT)))
+        return _corners(lambda a, b: a << b, x, y=y)
+    return _hull(0, *_corners(lambda a, b: a << b, x, y=Range(0, LAST_BIT)))
 
 
 def _right(x: Range, y: Range) -> Range:
     shifts = y if y.fits(Range(0, LAST_BIT)) else Range(0, LAST_BIT)
-    return _corners(lambda a, b: a >> b, x, shifts)
+    return _corners(lambda a, b: a >> b, x, y=shifts)
 
 
 def _and(x: Range, y: Range) -> Range:
@@ -113,7 +113,7 @@ def _magnitude(x: Range) -> Range:
 RULES: dict[str, Callable[..., Range]] = {
     "+": lambda x, y: Range(x.lo + y.lo, x.hi + y.hi),
     "-": lambda x, y: Range(x.lo - y.hi, x.hi - y.lo),
-    "*": lambda x, y: _corners(lambda a, b: a * b, x, y),
+    "*": lambda x, y: _corners(lambda a, b: a * b, x, y=y),
     "//": _quotient,
     "%": _remainder,
     "<<": _left,

@@ -116,17 +116,17 @@ def _check_memory(new: Append) -> None:
     # One pool of pages may hold both: then page n of K may not be page n of V
     is_pool = has_places and new.k_cache.stride() == new.v_cache.stride()
     if is_pool:
-        check_apart(names[:2], [x[:1] for x in caches], 1)
+        check_apart(names[:2], [x[:1] for x in caches], written=1)
     for i, name in enumerate(written):
         compared = [other for other in names[i + 1 :] if not (is_pool and other == "v_cache")]
-        check_apart((name, *compared), [named[other] for other in (name, *compared)], 1)
+        check_apart((name, *compared), [named[other] for other in (name, *compared)], written=1)
     check_elements(named.items())
 
 
 def _append_kernel(*args):
     _append_fake(*args)
     *tensors, cos, sin, interleaved = args[:11]
-    rotary = None if cos is None else Rotary(cos, sin, interleaved)
+    rotary = None if cos is None else Rotary(cos, sin, interleaved=interleaved)
     k_read, v_read, k_written, v_written = (*args[11:], None, None, None, None)[:4]
     k_scale = k_read if k_written is None else k_written
     v_scale = v_read if v_written is None else v_written

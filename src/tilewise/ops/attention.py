@@ -75,7 +75,7 @@ def launch(call: Call, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> tuple
         tensors = () if extras is NO_EXTRAS else extras.tensors
         return _apply_eagerly(call, q, k, v, *tensors)
     refuse_shards()
-    return run_forward(call, q, k, v, extras)
+    return run_forward(call, q, k=k, v=v, extras=extras)
 
 
 def run_forward(
@@ -83,7 +83,7 @@ def run_forward(
 ) -> tuple[Tensor, Tensor]:
     """The call on a backend; what memory it comes in is known only here, not while tracing."""
     if call.forward is None:
-        call.forward = _prepared(call, q, k, v, extras)
+        call.forward = _prepared(call, q, k=k, v=v, extras=extras)
     return call.forward(q, k, v, extras)
 
 
@@ -139,16 +139,16 @@ def _backward(ctx, grads_of_outputs: tuple[Any, ...]) -> tuple[Tensor | None, ..
         return (None,) * (1 + INPUTS + len(tensors))
     if dout is None:  # only the gradient of lse is requested
         dout = torch.zeros_like(out)
-    call, saved = ctx.call, Saved(dout, dlse, q, k, v, out, lse)
+    call, saved = ctx.call, Saved(dout, dlse, q=q, k=k, v=v, out=out, lse=lse)
     is_seen = _is_transformed() or is_legacy_batchedtensor(dout)
     if not (torch.is_grad_enabled() or is_seen or needs_dispatcher((dout, dlse, q, k, v))):
-        grads = run_backward(call, saved, extras_of(tensors))
+        grads = run_backward(call, saved, extras=extras_of(tensors))
         if not tensors:
             return None, grads.dq, grads.dk, grads.dv
     else:
         grads = _differentiated(call, saved, tensors)
     needs = ctx.needs_input_grad[1 + INPUTS + OPTIONAL :]
-    return None, *_of_inputs(call, grads, saved, extras_of(tensors), needs)
+    return None, *_of_inputs(call, grads, saved=saved, extras=extras_of(tensors), needs=needs)
 
 
 def _differentiated(call: Call, saved: Saved, tensors: Sequence[Tensor | None]) -> Grads:
@@ -181,7 +181,7 @@ def run_backward(call: Call, saved: Saved, extras: Extras, between: Between | No
     """The gradients on a backend."""
     q, k, v = saved.q, saved.k, saved.v
     if q.is_meta:
-        return empty_grads(call.problem, q, k, v, extras)
+        return empty_grads(call.problem, q, k=k, v=v, extras=extras)
     if has_lazy(saved[:2]):
         saved = Saved._make(resolved(saved))
     if q.is_cpu:
@@ -211,8 +211,8 @@ class _EagerAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call, q, k, v, *tensors):
         refuse_shards()
-        output = run_forward(call, q, k, v, extras_of(tensors))
-        _save(ctx, call, (q, k, v, *tensors), output)
+        output = run_forward(call, q, k=k, v=v, extras=extras_of(tensors))
+        _save(ctx, call, tensors=(q, k, v, *tensors), output=output)
         return output
 
     @staticmethod
@@ -236,7 +236,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx, inputs, output):
         call, *tensors = inputs
-        _save(ctx, call, tuple(tensors), output)
+        _save(ctx, call, tensors=tuple(tensors), output=output)
 
     @staticmethod
     def backward(ctx, *grads):
@@ -268,7 +268,7 @@ class _AttentionBackward(Once):
             late.register_late()
             inputs = *saved, *extras.arguments
             return torch.ops.tilewise.flash_attn_backward(*inputs, *options_of(call))
-        return _filled(run_backward(call, saved, extras), saved.q)
+        return _filled(run_backward(call, saved, extras=extras), saved.q)
 
     @staticmethod
     def vmap(info, in_dims, *args):
@@ -288,7 +288,7 @@ def _filled(grads: Grads, q: Tensor) -> tuple[Tensor, ...]:
 
 
 def _setup_context(ctx, inputs, output):
-    _save(ctx, _call_of(*parts_of(inputs, INPUTS)), flat(inputs, INPUTS)[0], output)
+    _save(ctx, _call_of(*parts_of(inputs, INPUTS)), tensors=flat(inputs, INPUTS)[0], output=output)
 
 
 def _op_backward(ctx, dout, dlse):
@@ -300,9 +300,9 @@ def _op_backward(ctx, dout, dlse):
     if dout is None and dlse is None:
         return *(None,) * captured, None, *after
     dout = torch.zeros_like(out) if dout is None else dout
-    saved, extras = Saved(dout, dlse, q, k, v, out, lse), extras_of(tensors)
+    saved, extras = Saved(dout, dlse, q=q, k=k, v=v, out=out, lse=lse), extras_of(tensors)
     grads = _differentiated(ctx.call, saved, tensors)
-    grads = _of_inputs(ctx.call, grads, saved, extras, needs if is_list else ())
+    grads = _of_inputs(ctx.call, grads, saved=saved, extras=extras, needs=needs if is_list else ())
     return *grads[:captured], list(grads[captured:]) if is_list else None, *after
 
 
@@ -313,7 +313,7 @@ BLOCK = Options._fields.index("mask_block")  # a list, as torch has it
 
 def _call_of(inputs: tuple, extras: Extras, options: Options) -> Call:
     """The call of an operator's arguments; `inputs` are q, k and v."""
-    return Call(problem_from(inputs, extras, options), options.scalars, options.backend)
+    return Call(problem_from(inputs, extras, options=options), options.scalars, options.backend)
 
 
 def _known(tensors: tuple, inputs: tuple, extras: Extras, options: Options) -> Call:
@@ -326,9 +326,9 @@ def _known(tensors: tuple, inputs: tuple, extras: Extras, options: Options) -> C
         names = () if tensors[0] is inputs[0] else Saved._fields
         check_devices(names, tensors[: len(names)])
     if entry is None:
-        return _call_of(inputs, extras, options)
+        return _call_of(inputs, extras, options=options)
     if entry.call is None:
-        entry.call = _call_of(inputs, extras, options)
+        entry.call = _call_of(inputs, extras, options=options)
     elif options.mask_mod or options.score_mod:
         _ = options.mods  # which enters their trees again where a bounded table has dropped them
     return entry.call
@@ -350,7 +350,7 @@ def _forward_kernel(*args):
     call = _known((*inputs, *extras.tensors), inputs, extras, options)
     q, k, v = inputs
     refuse_shards()
-    return run_forward(call, q, k, v, extras)
+    return run_forward(call, q, k=k, v=v, extras=extras)
 
 
 def _backward_kernel(*args):
@@ -358,12 +358,12 @@ def _backward_kernel(*args):
     saved = Saved._make(tensors)
     inputs = saved.q, saved.k, saved.v
     call = _known((*saved, *extras.tensors), inputs, extras, options)
-    return _filled(run_backward(call, saved, extras), saved.q)
+    return _filled(run_backward(call, saved, extras=extras), saved.q)
 
 
 def _forward_fake(*args):
     inputs, extras, options = parts_of(args, INPUTS)
-    return empty_out(problem_from(inputs, extras, options), inputs[0])
+    return empty_out(problem_from(inputs, extras, options=options), inputs[0])
 
 
 def _backward_fake(*args):
@@ -384,4 +384,4 @@ torch.library.register_autograd("tilewise::flash_attn_backward", no_double_backw
 torch.library.register_vmap("tilewise::flash_attn_forward", batching.forward_op, lib=LIBRARY)
 torch.library.register_vmap("tilewise::flash_attn_backward", batching.backward_op, lib=LIBRARY)
 straight("flash_attn_forward", INPUTS, _forward_kernel, _op_backward, _setup_context)
-straight("flash_attn_backward", SAVED_TENSORS, _backward_kernel, no_double_backward)
+straight("flash_attn_backward", SAVED_TENSORS, kernel=_backward_kernel, backward=no_double_backward)

@@ -46,7 +46,7 @@ def _autocast_rule(key: str):
     )
 
     def forward(q, k, v, *options):
-        q, k, v = autocast(q, k, v)
+        q, k, v = autocast(q, k, v=v)
         options = (*options[:BIAS], cast_bias(options[BIAS], q), *options[BIAS + 1 :])
         with torch._C._ExcludeDispatchKeyGuard(keys):
             return torch.ops.tilewise.flash_attn_forward(q, k, v, *options)

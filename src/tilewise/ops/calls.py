@@ -95,7 +95,7 @@ def find(
         return NOT_FOUND
     entry = entry_of(tensors, (plain, kinds))
     if entry is not None and key is not None and q.device.type not in UNGUARDED:
-        remember(key, tensors, entry)
+        remember(key, tensors, entry=entry)
     return entry, None
 
 

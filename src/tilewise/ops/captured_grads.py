@@ -79,7 +79,7 @@ class _CapturedGrads(Once):
 def _kernel(*args):
     saved, extras, options, wanted = _parts_of(args)
     q, k, v = saved.q, saved.k, saved.v
-    problem = problem_from((q, k, v), extras, options)
+    problem = problem_from((q, k, v), extras, options=options)
     _check_wanted(problem.mods.score, wanted)
     chosen = dispatch.choose_for(problem, q, k, v, extras, options.backend)
     emulated = q.device.type == "cpu" and chosen.NAME != "cpu" and emulator_seed() is not None
@@ -108,7 +108,7 @@ def _check_wanted(score: str, wanted: list[int]) -> None:
 def _of_score(args: tuple) -> tuple[tuple[Tensor, ...], list[int]]:
     """The tensors that the score function captured, and which of them require grad."""
     saved, extras, options, wanted = _parts_of(args)
-    problem = problem_from((saved.q, saved.k, saved.v), extras, options)
+    problem = problem_from((saved.q, saved.k, saved.v), extras, options=options)
     _check_wanted(problem.mods.score, wanted)
     return take_apart(problem.mods, extras.captured).score, wanted
 

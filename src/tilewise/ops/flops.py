@@ -14,7 +14,7 @@ def pairs_of(q, k, call: tuple) -> int:
     that are not optional.
     """
     options = Options(*call[len(Extras._fields) :][: len(Options._fields)])
-    return visible_pairs(q[1], k[1], options.left, options.right, options.align)
+    return visible_pairs(q[1], k[1], left=options.left, right=options.right, align=options.align)
 
 
 def visible_pairs(seqlen_q: int, seqlen_k: int, left: int, right: int, align: str) -> int:
@@ -44,7 +44,7 @@ def forward_flops(q, k, v, *call, out_shape=None, **kwargs) -> int:
 def fp8_flops(q, k, v, *call, out_shape=None, **kwargs) -> int:
     """FLOPs of FP8 products; v is V^T, (batch, nheads_k, headdim_v, columns), or as it came."""
     is_transposed, _, _, left, right, align = call[11:17]
-    pairs = visible_pairs(q[1], k[1], left, right, align)
+    pairs = visible_pairs(q[1], k[1], left=left, right=right, align=align)
     return 2 * q[0] * q[2] * pairs * (q[3] + v[2 if is_transposed else 3])
 
 

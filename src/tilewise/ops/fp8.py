@@ -74,7 +74,7 @@ def _attend(call: Call, x: Quantized, extras: Extras, wants_lse: bool) -> tuple[
     else:
         out, lse = _run(call, inputs, extras)
     if wants_lse and x.k_mean is not None:
-        lse = raised(lse, x, x.k_mean, call.scalars.scale, extras)
+        lse = raised(lse, x, mean=x.k_mean, scale=call.scalars.scale, extras=extras)
     return out, lse
 
 
@@ -266,15 +266,15 @@ def _differentiated(
     """
     out, lse, q, k, v_t, *optional = saved
     scales, (cos, sin), extras = Scales._make(optional[:3]), optional[5:7], extras_of(optional[7:])
-    x = Quantized(q, k, v_t, scales, optional[3], optional[4])
+    x = Quantized(q, k, v_t=v_t, scales=scales, k_mean=optional[3], v_mean=optional[4])
     dout = torch.zeros_like(out) if dout is None else dout
-    q, k, v = (t.bfloat16() for t in meant(x, is_rotated, extras))
+    q, k, v = (t.bfloat16() for t in meant(x, is_rotated, extras=extras))
     problem = call.problem._replace(dtype=torch.bfloat16)
-    saved_in_bf16 = Saved(dout.bfloat16(), dlse, q, k, v, out.bfloat16(), lse)
+    saved_in_bf16 = Saved(dout.bfloat16(), dlse, q=q, k=k, v=v, out=out.bfloat16(), lse=lse)
     grads = ops.run_backward(Call(problem, call.scalars, call.backend), saved_in_bf16, extras)
     dq, dk, dv = grads.dq, grads.dk, grads.dv
     if cos is not None:  # the transpose of a turn is the turn back
-        back, lengths = Rotary(cos, -sin, is_interleaved), lengths_of(extras)
+        back, lengths = Rotary(cos, -sin, interleaved=is_interleaved), lengths_of(extras)
         of_q = rows_of(q, lengths.cu_seqlens_q, lengths.seqused_q)
         of_k = rows_of(k, lengths.cu_seqlens_k, lengths.seqused_k)
         dq, dk = turned(dq, back, of_q, of_k), turned(dk, back, of_k)

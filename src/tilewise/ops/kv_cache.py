@@ -120,7 +120,7 @@ def _run(cached: Cached, out: Tensor | None) -> tuple[Tensor, Tensor]:
     names = (*TENSORS, *["mask_mod's tensor"] * len(cached.extras.captured))
     if out is not None:
         check_written("out", out)
-        check_apart(("out", *names), (out, *tensors), 1)
+        check_apart(("out", *names), (out, *tensors), written=1)
     check_elements(zip(("out", *names), (fresh, *tensors)))
     backend = dispatch.choose_cached(cached)
     if has_no_sequence(cached.extras):
@@ -146,7 +146,7 @@ class Repeated:
         fresh, lse = _empty(cached, out)
         if out is not None:
             check_written("out", out)
-            check_apart(("out", *TENSORS), (out, *cached.tensors), 1)
+            check_apart(("out", *TENSORS), (out, *cached.tensors), written=1)
         self.backend.forward(cached, fresh, lse)
         return fresh, lse
 

@@ -87,7 +87,7 @@ def _run(
         first, second, third = resolved(scales)
         scales, of = (first, second, third), Lengths._make(resolved(of))
         cos, sin = resolved((None, None) if rotary is None else rotary[:2])
-        rotary = None if rotary is None else Rotary(cos, sin, rotary.interleaved)
+        rotary = None if rotary is None else Rotary(cos, sin, interleaved=rotary.interleaved)
         tables = ("rotary.cos", cos), ("rotary.sin", sin)
         named = *zip("qkv", (q, k, v)), *zip(NAMES, scales), *zip(Lengths._fields, of), *tables
         check_elements(named)
@@ -104,8 +104,8 @@ def quantizer_for(x: Tensor) -> Any:
 
 def _kernel(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     scales, of, (cos, sin, interleaved) = rest[:3], Lengths._make(rest[3:7]), rest[7:10]
-    rotary = None if cos is None else Rotary(cos, sin, interleaved)
-    tensors, call = (q, k, v, *rest[:9]), CallQuantize(Steps(rest[10], rest[11], rest[12]))
+    rotary = None if cos is None else Rotary(cos, sin, interleaved=interleaved)
+    tensors, call = (q, k, v, *rest[:9]), CallQuantize(Steps(rest[10], rest[11], smooth_v=rest[12]))
     check_devices(OPERANDS, tensors)
     entry = None if needs_dispatcher(tensors) else entry_of(tensors, ("quantize", rest[9:]))
     if entry is not None:

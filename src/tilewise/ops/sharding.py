@@ -43,12 +43,12 @@ def register() -> bool:
 
 
 def _forward_rules(q, k, v, *call) -> list[tuple]:
-    return [([way.bshd, way.bhs], [way.bshd] * 3 + way.call) for way in _ways(q, k, call)]
+    return [([way.bshd, way.bhs], [way.bshd] * 3 + way.call) for way in _ways(q, k, call=call)]
 
 
 def _backward_rules(dout, dlse, q, k, v, out, lse, *call) -> list[tuple]:
     rules = []
-    for way in _ways(q, k, call):
+    for way in _ways(q, k, call=call):
         grads = [way.bshd] * 3 + [way.dsinks, way.dbias]
         saved = [_if(dout, way.bshd), _if(dlse, way.bhs)] + [way.bshd] * 4 + [way.bhs]
         rules.append((grads, saved + way.call))
@@ -86,16 +86,16 @@ def _ways(q, k, call) -> list[_Way]:
             places[name] = Shard(shape.index(size)) if size in shape else whole
         return [places.get(name) for name in extras] + [None] * (1 + len(options))
 
-    ways = [_Way(whole, whole, along(""), whole, whole)]
+    ways = [_Way(whole, whole, call=along(""), dsinks=whole, dbias=whole)]
     if captured or any(FEATURES[name].is_whole for name in used):
         return ways
     is_packed = "cu_seqlens_q" in used or "cu_seqlens_k" in used  # a cut of a batch of 1 is none
     if not is_packed and "b" not in mentioned:
         dsinks = Partial() if "sinks" in used else whole
-        ways.append(_Way(first, first, along("batch"), dsinks, whole))
+        ways.append(_Way(first, first, call=along("batch"), dsinks=dsinks, dbias=whole))
     if "h" not in mentioned and _groups_stay_whole(q.shape[2], k.shape[2], tuple(q.mesh.shape)):
         dsinks = first if "sinks" in used else whole
-        ways.append(_Way(Shard(2), second, along("nheads"), dsinks, whole))
+        ways.append(_Way(Shard(2), second, call=along("nheads"), dsinks=dsinks, dbias=whole))
     return ways
 
 

@@ -25,11 +25,11 @@ def forward(attend: Callable, counts_rows: bool, size: int, in_dims: tuple, tens
     """
     q, k, v, slopes, sinks, seqused_k, *optional = tensors
     if counts_rows or in_dims[4] is not None or any(x is not None for x in optional):
-        return one_by_one(attend, size, in_dims, tensors)
+        return one_by_one(attend, size, in_dims=in_dims, tensors=tensors)
     batch = q.shape[1 if in_dims[0] == 0 else 0]
     q, k, v = (_fold(x, dim, size) for x, dim in zip((q, k, v), in_dims))
     seqused_k = _fold(seqused_k, in_dims[5], size)
-    slopes = _fold_slopes(slopes, in_dims[3], size, batch)
+    slopes = _fold_slopes(slopes, in_dims[3], size=size, batch=batch)
     out, lse = attend(q, k, v, slopes, sinks, seqused_k, *optional)
     return (out.unflatten(0, (size, batch)), lse.unflatten(0, (size, batch))), (0, 0)
 

@@ -127,7 +127,7 @@ def error_of(case: Case, backend: str | None, device: str, seqlen: int = 320) ->
     q, k, v = (x.double() for x in meant)
     options: dict[str, Any] = dict(causal=case.causal, backend=backend, out_dtype=torch.float32)
     out = cast(Tensor, attention(*inputs, **options))
-    exact = cast(Tensor, attention_reference(q, k, v, causal=case.causal))
+    exact = cast(Tensor, attention_reference(q, k, v=v, causal=case.causal))
     off = torch.linalg.vector_norm(out - exact) / torch.linalg.vector_norm(exact)
     return off.item()
 

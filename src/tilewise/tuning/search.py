@@ -32,7 +32,7 @@ def candidates(kernel: str, bits: int, block_d: int = 128) -> Iterator[Config]:
         blocks, (4, 8), (2, 3), (False, True)
     ):
         if m * n // warps <= 2048:  # more than 64 scores a thread spill
-            yield Config(m, n, warps, stages, descriptors)
+            yield Config(m, n, num_warps=warps, num_stages=stages, descriptors=descriptors)
 
 
 def search(plans: Iterable[Any], features_of: Callable[[Any], Any]) -> Iterator[Found]:
@@ -40,7 +40,7 @@ def search(plans: Iterable[Any], features_of: Callable[[Any], Any]) -> Iterator[
     for plan in plans:
         key, before = plan.key(), plan.config()
         configs = list(dict.fromkeys([before, *candidates(plan.name, key.bits, key.block_d)]))
-        times = measure(plan, configs, features_of(plan.problem))
+        times = measure(plan, configs, features=features_of(plan.problem))
         best = min(times, key=times.__getitem__)
         yield Found(key, best, times[best], times[before])
 

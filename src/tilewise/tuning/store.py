@@ -147,7 +147,7 @@ def _is(value: Any, kind: type) -> bool:
 
 def _is_known(key: Key) -> bool:
     is_kernel = key.kernel in PORTABLE or any(key.kernel == row.kernel for row in TABLE)
-    is_size = _is_power(key.block_d, 16, 512) or key in TABLE
+    is_size = _is_power(key.block_d, 16, most=512) or key in TABLE
     return is_kernel and is_size and key.bits in (16, 32)
 
 
@@ -155,7 +155,7 @@ def _can_launch(key: Key, config: Config) -> bool:
     if key.kernel not in PORTABLE:  # its tiles follow from its pipeline: those that were measured
         return any(key.kernel == x.kernel and config == measured for x, measured in TABLE.items())
     m, n, warps, stages, _ = config
-    is_tile = _is_power(m, 16, 1024) and _is_power(n, 16, 1024) and _is_power(warps, 1, 32)
+    is_tile = _is_power(m, 16, most=1024) and _is_power(n, 16, 1024) and _is_power(warps, 1, 32)
     return is_tile and 1 <= stages <= 8 and m * n <= warps * MAX_SCORES_PER_WARP
 
 

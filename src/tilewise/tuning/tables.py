@@ -19,15 +19,15 @@ _sm90 = functools.partial(Key, "sm90")
 # NVIDIA H200, Triton 3.6, bf16, 2026-11-20, at seqlen 1Ki / 4Ki / 16Ki; one figure: 4Ki. Three
 # descriptors cost a program about 4 us, and save it the registers of its addresses.
 _H200 = [
-    (_sm90("fwd", 32, 16, False), Config(128, 64, 4, 3), "283"),
-    (_sm90("fwd", 32, 16, True), Config(64, 64, 4, 2), "268"),
-    (_sm90("fwd", 64, 16, False), Config(128, 64, 8, 3), "388 / 396 / 431"),
-    (_sm90("fwd", 64, 16, True), Config(64, 64, 4, 2), "305 / 373 / 397"),
-    (_sm90("fwd", 128, 16, False), Config(128, 128, 8, 3), "401 / 466 / 501"),
-    (_sm90("fwd", 128, 16, False, True), Config(64, 64, 4, 3), "414 at 1Ki"),
-    (_sm90("fwd", 128, 16, True), Config(64, 64, 4, 3), "327 / 402 / 454"),
-    (_sm90("fwd", 256, 16, False), Config(128, 64, 8, 2), "509"),
-    (_sm90("fwd", 256, 16, True), Config(128, 64, 8, 2), "460"),
+    (_sm90("fwd", 32, 16, False), Config(128, 64, num_warps=4, num_stages=3), "283"),
+    (_sm90("fwd", 32, 16, True), Config(64, 64, num_warps=4, num_stages=2), "268"),
+    (_sm90("fwd", 64, 16, False), Config(128, 64, num_warps=8, num_stages=3), "388 / 396 / 431"),
+    (_sm90("fwd", 64, 16, True), Config(64, 64, num_warps=4, num_stages=2), "305 / 373 / 397"),
+    (_sm90("fwd", 128, 16, False), Config(128, 128, num_warps=8, num_stages=3), "401 / 466 / 501"),
+    (_sm90("fwd", 128, 16, False, True), Config(64, 64, num_warps=4, num_stages=3), "414 at 1Ki"),
+    (_sm90("fwd", 128, 16, True), Config(64, 64, num_warps=4, num_stages=3), "327 / 402 / 454"),
+    (_sm90("fwd", 256, 16, False), Config(128, 64, num_warps=8, num_stages=2), "509"),
+    (_sm90("fwd", 256, 16, True), Config(128, 64, num_warps=8, num_stages=2), "460"),
     (_sm90("hopper_fwd", 64, 16, False), Config(192, 128, 12, 3), "470 / 499 / 511"),
     (_sm90("hopper_fwd", 64, 16, True), Config(192, 128, 12, 4), "432 / 488 at 4Ki / 16Ki"),
     (_sm90("hopper_fwd", 64, 16, True, True), Config(128, 128, 8, 2), "344 / 402 at 1Ki / 2Ki"),
@@ -38,20 +38,20 @@ _H200 = [
     (_sm90("hopper_fwd", 192, 16, True), Config(128, 128, 8, 2), "455 / 648 / 728"),
     (_sm90("hopper_fwd", 256, 16, False), Config(128, 64, 8, 2), "628 / 663 / 685"),
     (_sm90("hopper_fwd", 256, 16, True), Config(128, 64, 8, 2), "438 / 580 / 647"),
-    (_sm90("bwd_dkdv", 32, 16, False), Config(64, 128, 4, 3), "399"),
-    (_sm90("bwd_dkdv", 32, 16, True), Config(128, 64, 4, 3), "348"),
+    (_sm90("bwd_dkdv", 32, 16, False), Config(64, 128, num_warps=4, num_stages=3), "399"),
+    (_sm90("bwd_dkdv", 32, 16, True), Config(128, 64, num_warps=4, num_stages=3), "348"),
     (_sm90("bwd_dkdv", 64, 16, False), Config(64, 64, 4, 3, True), "406 / 459 / 488"),
-    (_sm90("bwd_dkdv", 64, 16, True), Config(64, 64, 4, 3), "341 / 434 / 465"),
+    (_sm90("bwd_dkdv", 64, 16, True), Config(64, 64, num_warps=4, num_stages=3), "341 / 434 / 465"),
     (_sm90("bwd_dkdv", 128, 16, False), Config(64, 64, 4, 2, True), "496 / 557 / 585"),
     (_sm90("bwd_dkdv", 128, 16, True), Config(64, 64, 4, 2, True), "405 / 528 / 607"),
     (_sm90("bwd_dkdv", 256, 16, False), Config(64, 64, 8, 2, True), "322"),
     (_sm90("bwd_dkdv", 256, 16, True), Config(64, 64, 8, 2, True), "314"),
-    (_sm90("bwd_dq", 32, 16, False), Config(64, 64, 4, 3), "431"),
-    (_sm90("bwd_dq", 32, 16, True), Config(64, 64, 4, 2), "388"),
-    (_sm90("bwd_dq", 64, 16, False), Config(128, 64, 8, 3), "536 / 588 / 553"),
+    (_sm90("bwd_dq", 32, 16, False), Config(64, 64, num_warps=4, num_stages=3), "431"),
+    (_sm90("bwd_dq", 32, 16, True), Config(64, 64, num_warps=4, num_stages=2), "388"),
+    (_sm90("bwd_dq", 64, 16, False), Config(128, 64, num_warps=8, num_stages=3), "536 / 588 / 553"),
     (_sm90("bwd_dq", 64, 16, True), Config(64, 64, 4, 2, True), "406 / 540 / 534"),
     (_sm90("bwd_dq", 128, 16, False), Config(128, 64, 8, 3), "512 / 572 / 613"),
-    (_sm90("bwd_dq", 128, 16, True), Config(128, 64, 8, 3), "376 / 535 / 593"),
+    (_sm90("bwd_dq", 128, 16, True), Config(128, 64, num_warps=8, num_stages=3), "376 / 535 / 593"),
     (_sm90("bwd_dq", 256, 16, False), Config(64, 64, 4, 2, True), "485"),
     (_sm90("bwd_dq", 256, 16, True), Config(64, 64, 4, 2, True), "440"),
 ]
@@ -69,9 +69,9 @@ def default(key: Key) -> Config:
     each time, and more warps for wide heads.
     """
     if key.arch == "interpreter":
-        return Config(64, 64, 4, 1)
+        return Config(64, 64, num_warps=4, num_stages=1)
     if key.kernel == "bwd_delta":
-        return Config(max(16, 8192 // key.block_d), 16, 4, 1)
+        return Config(max(16, 8192 // key.block_d), 16, num_warps=4, num_stages=1)
     if key.block_d > 256:
         return _widest(key)
     m, n, warps, stages = _forward_tile(key)
@@ -83,22 +83,22 @@ def default(key: Key) -> Config:
         warps = 4
         if key.kernel == "bwd_dkdv" and key.block_d >= 128:
             stages = 1  # loads in flight would take the registers of dK and dV: 177 spilled
-    return Config(m, n, warps, stages)
+    return Config(m, n, num_warps=warps, num_stages=stages)
 
 
 def _widest(key: Key) -> Config:
     """The configuration for 512 columns: as many scores as still spill next to nothing."""
     if key.bits == 32:
-        return Config(16, 16, 4 if key.arch.startswith("gfx") else 8, 1)
+        return Config(16, 16, num_warps=4 if key.arch.startswith("gfx") else 8, num_stages=1)
     if key.arch.startswith("gfx"):
         tiles = {"fwd": (32, 32), "bwd_dq": (32, 16), "bwd_dkdv": (16, 32)}
         block_m, block_n = tiles[key.kernel]
         return Config(block_m, block_n, num_warps=4, num_stages=1)
     if key.kernel == "bwd_dkdv":  # loads in flight take less shared memory than those that are not
-        return Config(16, 32, 8, 2)
+        return Config(16, 32, num_warps=8, num_stages=2)
     if not _is_roomy(key):
         return Config(32, 32, 8, 1) if key.kernel == "fwd" else Config(32, 16, 8, 2)
-    return Config(64 if key.kernel == "fwd" else 32, 32, 8, 2)
+    return Config(64 if key.kernel == "fwd" else 32, 32, num_warps=8, num_stages=2)
 
 
 def columns_at_once(key: Key, holds_none: bool) -> int:

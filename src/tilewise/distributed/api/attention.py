@@ -113,7 +113,7 @@ def attention(
                 chosen = known_call.method
                 with unsharded():
                     out, lse = attend(arena, spec, q, k, v, method=chosen, return_lse=return_lse)
-                return _restored(out, lse if return_lse else None, order, is_packed=is_packed)
+                return _restored(out, lse if return_lse else None, order=order, is_packed=is_packed)
         layout = check_layout(layout)
         for name, x in (("q", q), ("k", k), ("v", v)):
             check_tensor(name, x)
@@ -159,7 +159,7 @@ def attention(
                 spec = known_calls.keep(entry, spec, arena=arena, method=chosen)
                 out, lse = attend(arena, spec, q, k, v, method=chosen, return_lse=return_lse)
         lse = lse if return_lse else None
-        return _restored(out, lse, order, is_packed=is_packed, places=places)
+        return _restored(out, lse, order=order, is_packed=is_packed, places=places)
 
 
 def _is_plain(dropout_p: Any, return_lse: Any, others: dict[str, Any]) -> bool:

@@ -118,15 +118,15 @@ def _backward(dout, dlse, q, k, v, out, lse, *call):
     with _running(q, call) as (arena, spec, wanted):
         spec = check(spec, q, k, v)
         method = choose(spec, q, k, v, method=wanted)
-        saved = Saved(dout, dlse, q, k=k, v=v, out=out, lse=lse)
+        saved = Saved(dout, dlse, q=q, k=k, v=v, out=out, lse=lse)
         grads = backward(arena, spec, saved, method=method)
     dsinks = q.new_empty(0) if grads.dsinks is None else grads.dsinks
     return *(x.contiguous() for x in grads[:INPUTS]), dsinks
 
 
 def _forward_fake(q, k, v, *call):
-    check_rank(q, k, v)
-    check_tensors(q, k, v)
+    check_rank(q, k, v=v)
+    check_tensors(q, k, v=v)
     exact = torch.promote_types(q.dtype, torch.float32)
     lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=exact)
     return q.new_empty(*q.shape[:3], v.shape[3]), lse

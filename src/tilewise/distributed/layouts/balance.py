@@ -57,7 +57,7 @@ def _chunks(cu_seqlens: Sequence[int], size: int) -> list[Chunk]:
 
 def _chunk(cu_seqlens: Sequence[int], start: int, *, stop: int) -> Chunk:
     i = bisect.bisect_right(cu_seqlens, start)
-    span = Span(0, start, stop, first=cu_seqlens[i - 1], last=cu_seqlens[i])
+    span = Span(0, start, stop=stop, first=cu_seqlens[i - 1], last=cu_seqlens[i])
     return Chunk(pairs(span, Band(right=0)), start, stop=stop)
 
 

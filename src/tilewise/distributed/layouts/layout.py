@@ -91,7 +91,7 @@ class Layout:
             while start < end:
                 i = bisect.bisect_right(starts, start)
                 stop = min(end, starts[i])
-                spans.append(Span(row, start, stop, first=starts[i - 1], last=starts[i]))
+                spans.append(Span(row, start, stop=stop, first=starts[i - 1], last=starts[i]))
                 row, start = row + stop - start, stop
         return tuple(spans)
 
@@ -276,7 +276,7 @@ def _layout_of(numbers: tuple[int, ...], group: Any) -> Layout:
     kind = bytes(itertools.islice(stream, n_letters)).decode().partition("\n")[0]
     starts = tuple(itertools.islice(stream, n_starts)) or None
     runs = tuple(tuple((next(stream), next(stream)) for _ in range(n)) for n in lengths)
-    return Layout(kind, seqlen, runs, rank=rank, cu_seqlens=starts, group=group)
+    return Layout(kind, seqlen, runs=runs, rank=rank, cu_seqlens=starts, group=group)
 
 
 def check_starts(cu_seqlens: Sequence[int] | Tensor, seqlen: int | None = None) -> tuple[int, ...]:

@@ -161,7 +161,7 @@ def _chunk(index: int, size: int, *, seqlen: int) -> Run:
 def _layout(kind: str, seqlen: int, *, runs: Sequence[Sequence[Run]], group: Any) -> Layout:
     members = members_of(group)
     joined = tuple(map(_joined, runs))
-    return made(Layout(kind, seqlen, joined, rank=members.rank, group=members.group))
+    return made(Layout(kind, seqlen, runs=joined, rank=members.rank, group=members.group))
 
 
 def _joined(runs: Sequence[Run]) -> tuple[Run, ...]:

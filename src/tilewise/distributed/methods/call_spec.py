@@ -109,8 +109,8 @@ class CallSpec(NamedTuple):
 def check(spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> CallSpec:
     """Checks the call of this rank's q, k and v, (batch, tokens, heads, headdim)."""
     layout, seqlen = spec.layout, spec.layout.seqlen
-    check_rank(q, k, v)
-    check_tensors(q, k, v)
+    check_rank(q, k, v=v)
+    check_tensors(q, k, v=v)
     for name, x in (("q", q), ("k", k)):
         if x.shape[1] != layout.tokens:
             raise ArgumentError(
@@ -146,7 +146,7 @@ def check(spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> CallSpec:
         mods=modifiers.mods,
         scalars=Scalars(scale, cap, left=spec.band.left, right=spec.band.right, dropout_p=p),
     )
-    return checked._replace(signature=_signature(checked, q, k, v))
+    return checked._replace(signature=_signature(checked, q, k=k, v=v))
 
 
 def check_captured(modifiers: FlatMods) -> None:

@@ -75,7 +75,7 @@ def _forward(
     saved: list[Tensor] = []
     for number, group in enumerate(plan.groups):
         queries, keys, values = incoming.arrive(number)
-        part = spec.of_heads(query_heads(spec, q, k, group=group))
+        part = spec.of_heads(query_heads(spec, q, k=k, group=group))
         out, lse = whole.attend(part, queries, keys, values)
         saved += (queries, keys, values, out, lse)
         outgoing.send(number, [out, lse] if return_lse else [out])
@@ -160,7 +160,7 @@ def _gradients(
     sinks = spec.extras.sinks
     dsinks = None if sinks is None else torch.zeros_like(sinks)
     for number, group in enumerate(incoming.plan.groups):
-        heads = query_heads(spec, dq, dk, group=group)
+        heads = query_heads(spec, dq, k=dk, group=group)
         grads = whole.backward(spec.of_heads(heads), saved_of_group(number), rounds=True)
         if dsinks is not None and grads.dsinks is not None:
             dsinks[heads] = grads.dsinks.to(dsinks.dtype)
@@ -168,7 +168,7 @@ def _gradients(
         del grads  # they must not be in memory with those of the next group
     outgoing.finish()
     incoming.arena.settle(*results)
-    return Grads(dq, dk, dv, dsinks=dsinks)
+    return Grads(dq, dk, dv=dv, dsinks=dsinks)
 
 
 class HeadExchange:

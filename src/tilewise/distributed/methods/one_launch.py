@@ -55,7 +55,7 @@ class PreparedLaunch:
         )
         if self.is_joint:
             self.shapes = ((count, layout.seqlen, 1, 2, heads, k.shape[3]),)
-        self.copies = copies_of(spec, dense_k, dense_v, count=count)
+        self.copies = copies_of(spec, dense_k, v=dense_v, count=count)
         self.pieces = [x for pieces in self.copies.pieces for x in pieces]
         self.sources = tuple([x.rank for x in self.pieces])[:: len(self.shapes)]
         self.signature = f"attention (stream, {count} groups of heads at a time): {spec.signature}"
@@ -74,14 +74,14 @@ def serves(arena: Arena, spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> boo
         return False
     from ...kernels.hopper.fwd import runs_launch
 
-    return runs_launch.serves(_problem(spec, q, k, v)[0])
+    return runs_launch.serves(_problem(spec, q, k=k, v=v)[0])
 
 
 def attend(arena: Any, spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Computes `out` and `lse` of a rank's queries, settled."""
     plan = None if spec.prepared is None else spec.prepared.stream
     if plan is None or plan.limit != arena.limit:
-        plan = PreparedLaunch(arena, spec, q, k, v)
+        plan = PreparedLaunch(arena, spec, q=q, k=k, v=v)
         if spec.prepared is not None:
             spec.prepared.stream = plan
     sources = k if plan.k_is_dense else in_rows(k), v if plan.v_is_dense else in_rows(v)
@@ -147,7 +147,7 @@ def forward_of(
     arena: Any, spec: CallSpec, q: Tensor, k: Tensor, v: Tensor, *, heads: int
 ) -> RunsForward:
     """Returns the launch of a signature, with `heads` key heads per group."""
-    problem, scalars = _problem(spec, q, k, v)
+    problem, scalars = _problem(spec, q, k=k, v=v)
     extras = spec.extras[:2]
     dtypes = tuple(None if x is None else x.dtype for x in extras)
     key = q.device, arena.limit, dtypes, layout_key((q, *extras))

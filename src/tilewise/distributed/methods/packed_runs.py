@@ -162,7 +162,7 @@ def attend(spec: CallSpec, q: Tensor, pulled: PulledKeys) -> tuple[Tensor, Tenso
     k, v = memory = _memory(packing, pulled)
     _fill(packing, pulled, memory=memory)
     extras = _extras(spec, packing, device=q.device)
-    return attend_run(spec, q, k, v, band=spec.band, extras=extras)
+    return attend_run(spec, q, k=k, v=v, band=spec.band, extras=extras)
 
 
 def gradients(

@@ -57,7 +57,7 @@ def backend_of_runs(spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> str | No
     if key not in _backends:
         if len(_backends) >= MANY:
             _backends.clear()
-        _backends[key] = _backend_of_runs(spec, q, k, v)
+        _backends[key] = _backend_of_runs(spec, q, k=k, v=v)
     return _backends[key]
 
 
@@ -99,7 +99,7 @@ def attend(spec: CallSpec, q: Tensor, pulled: PulledKeys) -> tuple[Tensor, Tenso
         rows, keys, band, padding = run_call(spec, span)
         queries, extras = pad(q[:, rows], padding), spec.position_free_extras
         run_out, run_lse = attend_run(
-            spec, queries, k[:, keys], v[:, keys], band=band, extras=extras
+            spec, queries, k=k[:, keys], v=v[:, keys], band=band, extras=extras
         )
         nrows = span.stop - span.start
         out[:, rows], lse[:, :, rows] = run_out[:, :nrows], run_lse[:, :, :nrows]
@@ -113,7 +113,7 @@ def attend_run(
     return call(
         q,
         k,
-        v,
+        v=v,
         extras=extras,
         numbers=(*spec.numbers, 0.0),
         window=("bottom_right", band.left, band.right),
@@ -142,7 +142,7 @@ class QueryGrads(NamedTuple):
         dsinks = self.dsinks
         if dsinks is not None and extras.sinks is not None:
             dsinks = dsinks.to(extras.sinks.dtype)
-        return Grads(self.dq.to(dk.dtype), dk, dv, dsinks=dsinks)
+        return Grads(self.dq.to(dk.dtype), dk, dv=dv, dsinks=dsinks)
 
 
 def joined(groups: list[QueryGrads]) -> QueryGrads:

@@ -59,7 +59,7 @@ def _attend(arena: Arena, spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> tu
     module = by_runs(spec, q)
     signature = f"attention (stream): {spec.signature}"
     reads_all = is_placed or packed_runs.reads_between(spec, q)
-    pulled = pull_keys(arena, spec, k, v, signature=signature, reads_all=reads_all)
+    pulled = pull_keys(arena, spec, k=k, v=v, signature=signature, reads_all=reads_all)
     if is_placed:
         pulled.arrive_all()
         return placed.attend(spec, q, pulled.k, pulled.v)
@@ -75,8 +75,8 @@ def backward(arena: Arena, spec: CallSpec, saved: Saved) -> Grads:
     pulled = pull_keys(
         arena,
         spec,
-        k,
-        v,
+        k=k,
+        v=v,
         signature=signature,
         reads_all=spec.is_modified or (packing is None and packed_runs.reads_between(spec, q)),
         packing=packing,

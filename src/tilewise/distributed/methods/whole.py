@@ -74,7 +74,7 @@ def backward(spec: CallSpec, saved: Saved, *, rounds: bool = False) -> Grads:
         rounds=rounds,
     )
     dq, dk, dv = (x.reshape(batch, seqlen, *x.shape[2:]) for x in grads[:3])
-    return Grads(dq, dk, dv, dsinks=grads.dsinks)
+    return Grads(dq, dk, dv=dv, dsinks=grads.dsinks)
 
 
 def packing(spec: CallSpec, q: Tensor) -> Tensor | None:
@@ -123,4 +123,4 @@ def alone_backward(spec: CallSpec, saved: Saved) -> Grads:
     )
     grads = backward(spec, whole)
     dq, dk, dv = (layout.shard(x) for x in grads[:3])
-    return Grads(dq, dk, dv, dsinks=grads.dsinks)
+    return Grads(dq, dk, dv=dv, dsinks=grads.dsinks)

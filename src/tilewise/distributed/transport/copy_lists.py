@@ -84,7 +84,7 @@ def _key_pieces(
         for kind, b in itertools.product(range(buffers), range(whole.batch)):
             source = halves[pull.rank].joint_place(kind, group).moved(pull.row, row=b)
             target = whole.place(kind, group).moved(pull.start, row=b)
-            yield from _pieces(pull.rank, source, target, tokens=pull.stop - pull.start)
+            yield from _pieces(pull.rank, source, target=target, tokens=pull.stop - pull.start)
 
 
 def _pieces(
@@ -124,7 +124,7 @@ def rows_to_heads(
             for rank in range(ranks):
                 heads = source.moved(head=rank * kinds[kind].heads + whole.first(kind, group))
                 if rank != me:
-                    half = _half_for(halves, kind, group, owner=me, reader=rank).moved(row=b)
+                    half = _half_for(halves, kind, group=group, owner=me, reader=rank).moved(row=b)
                     rows.append(copied(heads, half, tokens=layout.tokens))
                     continue
                 local, row = target._replace(tensor=1 + kind), 0
@@ -135,7 +135,7 @@ def rows_to_heads(
                 if rank != me:
                     half = _half_for(halves, kind, group, owner=rank, reader=me).moved(row, row=b)
                     place, parts = target.moved(start), width if by_head else 1
-                    of_group += _pieces(rank, half, place, tokens=stop - start, heads=parts)
+                    of_group += _pieces(rank, half, target=place, tokens=stop - start, heads=parts)
         pieces.append(tuple(of_group))
     nbytes = (ranks - 1) * max(x.nbytes for x in halves)
     return CopyList(nbytes, Table(rows), pieces=tuple(pieces))

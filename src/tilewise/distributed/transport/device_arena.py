@@ -90,7 +90,7 @@ class DeviceArena(Arena):
     def add_runs(
         self, parts: Tensor, places: Tensor, targets: Tensor | None, total: Tensor
     ) -> None:
-        add_runs(self.launch, parts, places, targets=targets, total=total)
+        add_runs(self.launch, parts, places=places, targets=targets, total=total)
 
     def pull(
         self, lists: Sequence[Sequence[Piece]], targets: Sequence[Tensor], *, counted: int = 0

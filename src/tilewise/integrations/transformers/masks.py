@@ -131,10 +131,10 @@ def _padded(request: MaskRequest, band: Band) -> Visible:
     (q_length, kv_length), (q_offset, kv_offset) = request.lengths, request.offsets
     if band == NO_KEYS:
         none = torch.zeros(request.batch, dtype=torch.int32, device=request.device)
-        return Visible((None, None), None, request.lengths, used=none)
+        return Visible((None, None), None, lengths=request.lengths, used=none)
     is_step = request.is_step and band[1] == 0
     if is_step and request.padding is None:
-        return Visible(band, None, request.lengths, used=request.used())
+        return Visible(band, None, lengths=request.lengths, used=request.used())
     if torch.compiler.is_compiling():
         if request.padding is not None:
             return beside(request, band, padding=request.padding)
@@ -148,7 +148,7 @@ def _padded(request: MaskRequest, band: Band) -> Visible:
         warn_slow(KEYS)
         return beside(request, band, padding=request.padding)
     if runs is None and is_step:
-        return Visible(band, None, request.lengths, used=request.used())
+        return Visible(band, None, lengths=request.lengths, used=request.used())
     if runs is None and stop < end:
         runs = ((0, stop - kv_offset),) * request.batch
     return simplest(band, q_start - kv_offset, request.lengths, runs, request.device)
@@ -176,7 +176,7 @@ def _chunked(request: MaskRequest, chunk: int) -> Visible:
     queries, keys = _spans(request)
     padding = left_padding(request.padding, request.batch, device=request.device)
     starts = chunk_starts(chunk, padding, queries=queries, keys=keys)
-    chunked = Visible((None, 0), None, request.lengths, starts=starts, chunk=chunk)
+    chunked = Visible((None, 0), None, lengths=request.lengths, starts=starts, chunk=chunk)
     if request.padding is None:
         return chunked
     (kv_offset, kv_length), q_length = keys, request.lengths[0]

@@ -173,4 +173,4 @@ def apart(starts: tuple[Tensor, Tensor], band: Band, q: Tensor, k: Tensor) -> Vi
     begins = torch.zeros(q.shape[0] * lengths[0] + 1, dtype=torch.long, device=q.device)
     begins = begins.index_fill(0, starts[0].to(q.device).long(), 1)[:-1]
     number = begins.cumsum(0).view(q.shape[0], 1, lengths[0])
-    return Visible(band, 0, lengths, mask=number[..., None] == number[:, :, None])
+    return Visible(band, 0, lengths=lengths, mask=number[..., None] == number[:, :, None])

@@ -37,13 +37,13 @@ def beside(request: MaskRequest, band: Band, padding: Tensor) -> Visible:
     (q_length, kv_length), (q_offset, kv_offset) = request.lengths, request.offsets
     mask = _real_keys(padding, kv_offset, length=kv_length)
     if request.is_step and band[1] == 0:
-        return Visible(band, None, request.lengths, used=request.used(), mask=mask)
+        return Visible(band, None, lengths=request.lengths, used=request.used(), mask=mask)
     if request.is_on_device() and torch.compiler.is_compiling():
         return pairs(request)
     diagonal = int(q_offset) - kv_offset
     end = diagonal + q_length  # behind the last query's key
     if band == (None, None) or end == kv_length or (band[1] == 0 and end < kv_length):
-        return Visible(band, diagonal, request.lengths, mask=mask)
+        return Visible(band, diagonal, lengths=request.lengths, mask=mask)
     return pairs(request)
 
 
@@ -85,7 +85,7 @@ def pairs(request: MaskRequest) -> Visible:
         device=request.device,
         **queries,
     )
-    return Visible((None, None), q_offset - kv_offset, request.lengths, mask=mask)
+    return Visible((None, None), q_offset - kv_offset, lengths=request.lengths, mask=mask)
 
 
 def given(mask: Tensor, q: Tensor, k: Tensor) -> Visible | None:

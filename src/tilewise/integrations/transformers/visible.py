@@ -145,9 +145,9 @@ def packed_of(
         return None
     lengths = (seqlen, seqlen)
     if torch.compiler.is_compiling():
-        return Visible(band, 0, lengths, begins=begins)
+        return Visible(band, 0, lengths=lengths, begins=begins)
     starts = starts_from(begins)
-    return Visible(band, 0, lengths, begins=begins, starts=(starts, starts), chunk=chunk)
+    return Visible(band, 0, lengths=lengths, begins=begins, starts=(starts, starts), chunk=chunk)
 
 
 def starts_from(begins: Tensor) -> Tensor:
@@ -186,8 +186,8 @@ def simplest(
 ) -> Visible:
     """Runs that start at the first key and differ become lengths: one call serves them."""
     if runs is None or len(set(runs)) == 1 or any(start for start, _ in runs):
-        return Visible(band, diagonal, lengths, runs=runs)
+        return Visible(band, diagonal, lengths=lengths, runs=runs)
     if band != (None, None) and (diagonal != 0 or band[1] != 0):
-        return Visible(band, diagonal, lengths, runs=runs)
+        return Visible(band, diagonal, lengths=lengths, runs=runs)
     used = torch.tensor([stop for _, stop in runs], dtype=torch.int32, device=device)
-    return Visible(band, 0, lengths, used=used)
+    return Visible(band, 0, lengths=lengths, used=used)
