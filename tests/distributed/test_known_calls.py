@@ -101,7 +101,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
     monkeypatch.setattr(relaunch, "has_launch_hooks", lambda: False)
     monkeypatch.setattr(runs_launch.RunsForward, "_first", first)
-    monkeypatch.setattr(rows, "_backend_of_runs", lambda *given: "hopper")
+    monkeypatch.setattr(rows, "_backend_of_runs", lambda *args, **named: "hopper")
     monkeypatch.setattr(heads.whole, "attend", whole)
     monkeypatch.setattr(heads, "LEAST_ROWS", 1)
     monkeypatch.setattr(one_launch, "LEAST_BYTES", 0)

@@ -162,7 +162,9 @@ def test_new_keys_have_the_bits_of_torchs_operators(monkeypatch, seed):
 
     given = drawn(seed, device="cuda", headdim=64)
     call, made, prepare = tilewise.flash_attn_with_kvcache, [], append_ops.prepare
-    monkeypatch.setattr(append_ops, "prepare", lambda *x: (made.append(0), prepare(*x))[1])
+    monkeypatch.setattr(
+        append_ops, "prepare", lambda *x, **y: (made.append(0), prepare(*x, **y))[1]
+    )
     found = [results(call, given) for _ in range(3)]
     assert len(made) == (3 if given.get("attention_chunk") else 1)
     calls._entry.cache_clear()

@@ -139,7 +139,7 @@ def launches(rank):
     arena = arena_of(dist.group.WORLD, torch.device("cuda", rank))
     assert arena.counts_pieces, "the driver writes no numbers in the order of a stream"
     launched, launch = [], one_launch._launched
-    one_launch._launched = lambda *given: launched.append(0) or launch(*given)
+    one_launch._launched = lambda *x, **y: launched.append(0) or launch(*x, **y)
     delays, counted = Delays(arena, rank), 0
     cases = [Whole(**CASES[name]) for name in ("causal", "window", "documents", "headdim 64")]
     for case in cases:

@@ -40,7 +40,7 @@ def share(monkeypatch):
     """Sets how many warpgroups share tiles of keys, whatever the call."""
 
     def use(count):
-        monkeypatch.setattr(launch, "warpgroups_of", lambda *asked: count)
+        monkeypatch.setattr(launch, "warpgroups_of", lambda *args, **named: count)
         calls._entry.cache_clear()  # or what was launched before would be launched again
 
     yield use

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from integrations.torch_calls import CALLS, added, both, inputs, mask, square
+from integrations.torch_calls import CALLS, added, both, inputs, mask, noted, square
 from torch.nn import attention
 from torch.nn.attention import varlen
 from torch.nn.attention.bias import causal_lower_right
@@ -46,8 +46,7 @@ def calls(monkeypatch):
     """Which of our ways were taken."""
     found = []
     for name in (FORWARD, BACKWARD):
-        real = getattr(ops, name)
-        monkeypatch.setattr(ops, name, lambda *a, r=real, n=name: (found.append(n), r(*a))[1])
+        monkeypatch.setattr(ops, name, noted(name, getattr(ops, name), found))
     return found
 
 

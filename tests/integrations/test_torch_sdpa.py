@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from integrations.torch_calls import CALLS, added, both, inputs, mask, square
+from integrations.torch_calls import CALLS, added, both, inputs, mask, noted, square
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import attention
 from torch.utils.checkpoint import (
@@ -38,8 +38,7 @@ def calls(monkeypatch):
     """Which of our ways were taken since it was last cleared."""
     found = []
     for name in ("run_forward", "run_backward"):
-        real = getattr(ops, name)
-        monkeypatch.setattr(ops, name, lambda *a, r=real, n=name: (found.append(n), r(*a))[1])
+        monkeypatch.setattr(ops, name, noted(name, getattr(ops, name), found))
     return found
 
 

@@ -63,7 +63,10 @@ def by_heads(mesh):
     *leaves, dout = (distribute_tensor(x, mesh, [Shard(1)]) for x in whole())
     leaves = [x.requires_grad_() for x in leaves]
     taken = []
-    real, ops.run_forward = ops.run_forward, lambda *a: (taken.append(1), real(*a))[1]
+    real, ops.run_forward = (
+        ops.run_forward,
+        lambda *a, **named: (taken.append(1), real(*a, **named))[1],
+    )
     with tilewise.enable_sdpa():
         out = F.scaled_dot_product_attention(*leaves, is_causal=True)
     grads = torch.autograd.grad(out, leaves, dout)
@@ -82,7 +85,10 @@ def by_sequence(mesh):
     q, k, v, dout = parts = whole()
     want = expected(*parts)
     taken = []
-    real, ops.run_forward = ops.run_forward, lambda *a: (taken.append(1), real(*a))[1]
+    real, ops.run_forward = (
+        ops.run_forward,
+        lambda *a, **named: (taken.append(1), real(*a, **named))[1],
+    )
     buffers = dict(buffers=[q, k, v, dout], buffer_seq_dims=[2] * 4)
     with tilewise.enable_sdpa(), experimental.context_parallel(mesh, **buffers):
         of_rank = (DTensor.from_local(x, mesh, [Shard(2)]) for x in (q, k, v, dout))

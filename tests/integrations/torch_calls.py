@@ -59,3 +59,13 @@ def packed(q, k, v, starts, attend=F.scaled_dot_product_attention, **options):
         for a, b in zip(starts.tolist(), starts.tolist()[1:])
     ]
     return torch.cat(parts)
+
+
+def noted(name, function, names):
+    """The function, which adds its name where it is called."""
+
+    def called(*args, **named):
+        names.append(name)
+        return function(*args, **named)
+
+    return called

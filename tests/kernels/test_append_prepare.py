@@ -17,7 +17,9 @@ from tilewise.testing import use_interpreter
 def test_the_bits_of_an_append_and_attention(monkeypatch, seed):
     given, made = drawn(seed), []
     prepare = append_launch.prepare
-    monkeypatch.setattr(append_launch, "prepare", lambda *x: (made.append(0), prepare(*x))[1])
+    monkeypatch.setattr(
+        append_launch, "prepare", lambda *x, **y: (made.append(0), prepare(*x, **y))[1]
+    )
     with use_interpreter():
         mine = results(tilewise.flash_attn_with_kvcache, given)
         assert made

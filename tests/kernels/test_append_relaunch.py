@@ -140,7 +140,9 @@ def test_memory_that_may_be_shared_is_compared(log, call, made):
 def test_what_is_read_from_the_cache_is_read_first(log, monkeypatch):
     """Such a call computes with torch's operators, as they read before an append writes."""
     made, prepare = [], append_ops.prepare
-    monkeypatch.setattr(append_ops, "prepare", lambda *x: (made.append(0), prepare(*x))[1])
+    monkeypatch.setattr(
+        append_ops, "prepare", lambda *x, **y: (made.append(0), prepare(*x, **y))[1]
+    )
     given = step()
     for _ in range(2):
         tilewise.flash_attn_with_kvcache(**given)

@@ -29,7 +29,7 @@ def warpgroups(monkeypatch):
     """Sets how many share tiles, whatever the call."""
 
     def use(count):
-        monkeypatch.setattr(launch, "warpgroups_of", lambda *asked: count)
+        monkeypatch.setattr(launch, "warpgroups_of", lambda *args, **named: count)
 
     use(2)
     return use
