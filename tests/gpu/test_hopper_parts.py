@@ -21,7 +21,7 @@ SLOPES = torch.tensor([0.5, 0.1, 0.02, 0.01] * 2)
 CASES = [
     ("plain", 150, (128, 128), (8, 8), {}),
     ("causal", 130, (64, 64), (8, 2), dict(causal=True)),
-    ("window", 200, (192, 128), (8, 2), dict(causal=True, window=(4000, 0))),
+    ("window", 520, (192, 128), (8, 2), dict(causal=True, window=(4000, 0))),
     ("softcap", 140, (80, 80), (8, 2), dict(causal=True, softcap=20.0, alibi_slopes=SLOPES)),
     ("sinks", 128, (128, 64), (8, 1), dict(causal=True, sinks=torch.tensor([1.0, -math.inf] * 4))),
     ("wide", 260, (256, 256), (8, 2), dict(causal=True)),
