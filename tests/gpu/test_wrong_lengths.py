@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from tilewise import mods
 from tilewise.kernels.hopper.bwd import launch as hopper_backward
 from tilewise.kernels.hopper.fwd import launch as hopper
-from tilewise.kernels.hopper.tile_counter import counter_of
+from tilewise.kernels.hopper.tile_counter import counter
 from tilewise.kernels.portable import launch as portable
 from tilewise.mods.flatten import modifiers_of
 from tilewise.problem import Extras, Saved, Scalars, describe
@@ -120,7 +120,8 @@ def call(backend, extras, shape, headdim=128, causal=False, left=-1, determinist
             grads = backward(problem, Saved(dout, None, q, k, v, out, lse), extras, scalars)
         ends()
     if backend == "hopper":
-        assert counter_of(q.device).item() == 0
+        stream = torch._C._cuda_getCurrentRawStream(q.device.index)
+        assert counter(q.device, q.device.index, stream).item() == 0
     assert arena.is_whole()
     assert all(map(torch.equal, given, before))
     return out, lse, *grads[:4]

@@ -53,16 +53,26 @@ def cuda(monkeypatch):
     return state
 
 
+def counter_of_stream():
+    """The counter of a launch on the current stream."""
+    return tile_counter.counter(META, 0, torch._C._cuda_getCurrentRawStream(0))
+
+
+def counters_of(count):
+    """The counters of a launch on the current stream."""
+    return tile_counter.counters(META, 0, torch._C._cuda_getCurrentRawStream(0), count)
+
+
 def place(x):
     return range(x.storage_offset(), x.storage_offset() + x.numel())
 
 
 def test_a_capture_after_a_plain_call_makes_no_zeros(cuda):
     """They would be one node more in front of each launch."""
-    plain = tile_counter.counters_of(META, 40)
+    plain = counters_of(40)
     cuda.capture = 7
-    first = tile_counter.counters_of(META, 40)
-    assert tile_counter.counter_of(META).numel() >= 1
+    first = counters_of(40)
+    assert counter_of_stream().numel() >= 1
     assert not cuda.made and first.numel() >= 40
     assert first.untyped_storage() is not plain.untyped_storage()
 
@@ -71,20 +81,20 @@ def test_what_is_kept_is_of_no_pool_of_the_caller(cuda):
     """torch.compile warms its graphs up with memory of their pool, by thread, and refuses what is
     kept of it.
     """
-    tile_counter.counters_of(META, 40)
-    tile_counter.counter_of(META)
+    counters_of(40)
+    counter_of_stream()
     assert len(cuda.threads) == 3 and threading.get_ident() not in cuda.threads
 
 
 def test_launches_of_a_capture_on_one_stream_share_counters(cuda):
-    tile_counter.counters_of(META, 40)
+    counters_of(40)
     cuda.capture = 7
-    first = tile_counter.counters_of(META, 40)
-    assert place(tile_counter.counters_of(META, 20)) == place(first)
-    larger = tile_counter.counters_of(META, 1000)
+    first = counters_of(40)
+    assert place(counters_of(20)) == place(first)
+    larger = counters_of(1000)
     assert larger.numel() >= 1000 and not set(place(larger)) & set(place(first))
     cuda.stream = 1
-    beside = tile_counter.counters_of(META, 40)
+    beside = counters_of(40)
     assert not set(place(beside)) & {*place(first), *place(larger)}
 
 
@@ -92,44 +102,44 @@ def test_captures_share_no_counters(cuda):
     """One may be replayed beside the other. Where the driver does not number them, no launch of a
     capture shares any.
     """
-    tile_counter.counters_of(META, 40)
+    counters_of(40)
     seen = []
     for capture in (1, 2, 3):
         cuda.capture = capture
-        seen += place(tile_counter.counters_of(META, 33))
+        seen += place(counters_of(33))
     cuda.numbers = False
     for _ in range(3):
-        seen += place(tile_counter.counters_of(META, 33))
+        seen += place(counters_of(33))
     assert len(seen) == len(set(seen)) and not cuda.made
 
 
 def test_a_capture_without_a_plain_call_before_or_without_room_makes_its_own(cuda):
     cuda.capture = 1
-    assert tile_counter.counters_of(META, 40).numel() == 40 and len(cuda.made) == 1
+    assert counters_of(40).numel() == 40 and len(cuda.made) == 1
     cuda.capture = None
-    tile_counter.counters_of(META, 40)
+    counters_of(40)
     cuda.capture = 2
     count = tile_counter.RESERVED + 1
-    assert tile_counter.counters_of(META, count).numel() == count and len(cuda.made) == 2
+    assert counters_of(count).numel() == count and len(cuda.made) == 2
 
 
 def test_what_is_set_aside_is_renewed(cuda):
     """What was set aside before is kept: graphs that count there are replayed at any time."""
-    tile_counter.counters_of(META, 40)
+    counters_of(40)
     cuda.capture = 1
-    tile_counter.counters_of(META, tile_counter.RESERVED)
+    counters_of(tile_counter.RESERVED)
     cuda.capture, cuda.stream = None, 5
-    tile_counter.counters_of(META, 40)
+    counters_of(40)
     cuda.capture = 2
-    tile_counter.counters_of(META, 40)
+    counters_of(40)
     sizes = [x.numel() for x in kept._kept]
     assert not cuda.made and sizes.count(tile_counter.RESERVED) == 2
 
 
 def test_counters_are_kept_when_there_are_more(cuda):
     """A launch before may still count in them."""
-    first = tile_counter.counters_of(META, 40)
-    assert tile_counter.counters_of(META, 2 * first.numel()) is not first
+    first = counters_of(40)
+    assert counters_of(2 * first.numel()) is not first
     assert any(x is first for x in kept._kept)
 
 
@@ -138,9 +148,7 @@ def test_a_handle_that_is_destroyed_and_used_again_shares_no_counter(cuda, count
     """Kernels of the old stream may still count. Torch's streams are never destroyed."""
 
     def taken():
-        return (
-            tile_counter.counter_of(META) if count == 1 else tile_counter.counters_of(META, count)
-        )
+        return counter_of_stream() if count == 1 else counters_of(count)
 
     cuda.stream, cuda.external = 4096, True
     first, again = taken(), taken()

@@ -30,14 +30,6 @@ def tile_counter() -> Provided:
     return Provided("tile_counter", counter)
 
 
-def counter_of(device: torch.device) -> Tensor:
-    """The counter of a launch on the device's current stream."""
-    if device.type == "cpu":
-        return torch.zeros(1, dtype=torch.int32)
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return counter(device, index, torch._C._cuda_getCurrentRawStream(index))
-
-
 def counter(device: torch.device, index: int | None, stream: int) -> Tensor:
     """The counter that hands out tiles: 0 before and after every launch.
 
@@ -65,14 +57,6 @@ def tile_counters(count: int) -> Provided:
     stream.
     """
     return Provided("tile_counters", functools.partial(counters, count=count))
-
-
-def counters_of(device: torch.device, count: int) -> Tensor:
-    """The counters of a launch on the device's current stream."""
-    if device.type == "cpu":
-        return torch.zeros(count, dtype=torch.int32)
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return counters(device, index, torch._C._cuda_getCurrentRawStream(index), count)
 
 
 def counters(device: torch.device, index: int | None, stream: int, count: int) -> Tensor:

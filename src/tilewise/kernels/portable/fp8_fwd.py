@@ -19,7 +19,7 @@ from ...tile.softmax import finish, load_sink
 from ...tile.types import Numbers, Strided
 from ..common.io import from_row, load_once, open_rows, row_stats, store_rows
 from .fp8_order import first_column
-from .fp8_step import OpenedKeys, attend_fp8, operand
+from .fp8_step import attend_fp8, operand
 from .step import RowState
 
 
@@ -83,7 +83,6 @@ def fp8_fwd_kernel(
         v_t = Strided(v_t.ptr + column, v_t.batch, v_t.row, v_t.head)
     k_rows = open_rows(k, batch, head_k, seqlen_k, BLOCK_N, D, BLOCK_D, False)
     v_rows = open_rows(v_t, batch, head_k, DV, BLOCK_DV, BLOCK_N, BLOCK_N, False)
-    keys = OpenedKeys(k_rows, v_rows)
     # (BLOCK_M, BLOCK_D)
     q_tile = operand(load_once(q, batch, head, m_start, seqlen_q, BLOCK_M, D, BLOCK_D))
 
@@ -98,14 +97,20 @@ def fp8_fwd_kernel(
     TAIL_STAGES: tl.constexpr = None if HAS_BAND or BLOCK_D > 128 else 1
     for i in tl.range(blocks.stop - blocks.full_stop, num_stages=TAIL_STAGES):
         n_start = (blocks.stop - 1 - i) * BLOCK_N
-        state = attend_fp8(state, q_tile, keys, n_start, m_start, seq, FEATURES, TILE, True)
+        state = attend_fp8(
+            state, q_tile, k_rows, v_rows, n_start, m_start, seq, FEATURES, TILE, True
+        )
     for i in range(blocks.full_stop - blocks.full_first):
         n_start = (blocks.full_stop - 1 - i) * BLOCK_N
-        state = attend_fp8(state, q_tile, keys, n_start, m_start, seq, FEATURES, TILE, False)
+        state = attend_fp8(
+            state, q_tile, k_rows, v_rows, n_start, m_start, seq, FEATURES, TILE, False
+        )
     if FEATURES.LEFT:
         for i in range(blocks.full_first - blocks.first):
             n_start = (blocks.full_first - 1 - i) * BLOCK_N
-            state = attend_fp8(state, q_tile, keys, n_start, m_start, seq, FEATURES, TILE, True)
+            state = attend_fp8(
+                state, q_tile, k_rows, v_rows, n_start, m_start, seq, FEATURES, TILE, True
+            )
 
     finished = finish(state.m_i, state.l_i, load_sink(optionals, head, FEATURES), FEATURES)
     v_scale = load_number(quantization.v, sequence, head_k)

@@ -11,8 +11,6 @@ P V of a block is a product of its own, which is added to O in fp32. NVIDIA's te
 of it at 16Ki keys where V has a mean of 1 (DeepSeek-V3, arXiv 2412.19437, section 3.5.2).
 """
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
 
@@ -27,18 +25,12 @@ from .step import RowState
 TOP = tl.constexpr(8.0)  # log2 of the largest P
 
 
-class OpenedKeys(NamedTuple):
-    """The keys and values of a tile of queries, opened."""
-
-    k: Any  # rows are keys
-    v_t: Any  # rows are the dims of a head, from the column of key 0 on
-
-
 @triton.jit
 def attend_fp8(
     state,
     q,
-    keys,
+    k_rows,
+    v_rows,
     n_start,
     m_start,
     seq,
@@ -46,12 +38,12 @@ def attend_fp8(
     TILE: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """One tile of keys into the state."""
+    """One tile of keys into the state; rows of V^T are the dims of a head, from key 0 on."""
     BLOCK_N: tl.constexpr = TILE.BLOCK_N
     D: tl.constexpr = FEATURES.HEADDIM
     DV: tl.constexpr = FEATURES.HEADDIM_V
     order = key_of_column(tl.arange(0, BLOCK_N))
-    k_tile = operand(load_keys(keys.k, n_start, order, D, TILE.BLOCK_D, MASKED))
+    k_tile = operand(load_keys(k_rows, n_start, order, D, TILE.BLOCK_D, MASKED))
     # S = Q K^T: (BLOCK_M, BLOCK_N)
     qk = tl.dot(q, tl.trans(k_tile))
     q_idx = m_start + tl.arange(0, TILE.BLOCK_M)[:, None]
@@ -63,7 +55,7 @@ def attend_fp8(
     m_i = running_max(s, state.m_i + TOP, factor) - TOP
     p, alpha = exponentials(s, state.m_i, m_i, factor, MASKED)
     l_i = state.l_i * alpha + tl.sum(p, 1)
-    of_block = HeadRows(keys.v_t.ptr + n_start, keys.v_t.stride, keys.v_t.limit)
+    of_block = HeadRows(v_rows.ptr + n_start, v_rows.stride, v_rows.limit)
     IS_PADDED: tl.constexpr = DV != TILE.BLOCK_DV
     v_tile = operand(load_rows(of_block, 0, TILE.BLOCK_DV, BLOCK_N, BLOCK_N, False, IS_PADDED))
     # O = diag(alpha) O + P V. A bound on imprecise sums, BLOCK_N being no bound at all, keeps
