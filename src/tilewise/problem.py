@@ -128,6 +128,7 @@ class Extras(NamedTuple):
         return tuple(optional)
 
 
+INPUTS = 3  # q, k and v
 OPTIONAL = len(Extras._fields) - 1
 
 
@@ -201,7 +202,7 @@ class Grads(NamedTuple):
     dq: torch.Tensor
     dk: torch.Tensor
     dv: torch.Tensor
-    dsinks: torch.Tensor | None
+    dsinks: torch.Tensor | None = None
     dbias: torch.Tensor | None = None
 
 

@@ -10,21 +10,21 @@ from helpers.counters import count
 AT_LEAST = {"arguments by keyword, percent": 17.7}
 AT_MOST = {
     # Sizes
-    "lines": 50_631,
+    "lines": 50_681,
     "files that name softcap": 47,
-    "files that name sinks": 55,
+    "files that name sinks": 50,
     "files attention() imports": 40,
-    "lines attention() imports": 5_567,
+    "lines attention() imports": 5_566,
     # One record, one dispatcher, one file of checks, one way to launch
     "records per 1,000 lines, host": 3.99,
-    "records per 1,000 lines, device": 7.12,
+    "records per 1,000 lines, device": 7.10,
     "records built at one place, host": 26,
     "records built at one place, device": 61,
     "launching classes": 5,
     "dispatchers": 1,
     "check files": 6,
     # Plain English
-    "calls with *x per 1,000 lines": 5.59,
+    "calls with *x per 1,000 lines": 5.57,
     "calls with a tuple's *": 0,
     "vague locals": 33,
     "docstrings without a subject": 0,

@@ -24,8 +24,7 @@ from ..frontend.attention import attention
 from ..frontend.checks import check, check_values
 from ..frontend.scalars import longest_of
 from ..ops import attention as ops
-from ..ops.schema import INPUTS
-from ..problem import LONG_SEQLEN, OPEN, Call, Extras, Saved
+from ..problem import INPUTS, LONG_SEQLEN, OPEN, Call, Extras, Saved
 
 Tensor = torch.Tensor
 WORDS = Words("query", "key", v="value", shape="(batch, seqlen, nheads, headdim)")

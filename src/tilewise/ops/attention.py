@@ -23,7 +23,7 @@ from ..emulation import cpu_modes
 from ..kernels.common.alignment import check_elements
 from ..kernels.common.outputs import empty_grads, empty_out
 from ..mods.flat import indices_used
-from ..problem import NO_EXTRAS, OPTIONAL, Between, Call, Extras, Grads, Saved, extras_of
+from ..problem import INPUTS, NO_EXTRAS, OPTIONAL, Between, Call, Extras, Grads, Saved, extras_of
 from . import late
 from . import vmap as batching
 from .autocast import autocast as autocast
@@ -32,7 +32,6 @@ from .calls import PLAIN_TENSORS, eager_apply, entry_of, has_lazy, layout_key, r
 from .context_parallel import refuse_shards
 from .schema import (
     CALL,
-    INPUTS,
     LIBRARY,
     SAVED,
     SAVED_TENSORS,

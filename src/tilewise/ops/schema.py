@@ -16,7 +16,6 @@ from ..problem import OPTIONAL, Call, Extras, Mods, Problem, Saved, Scalars, des
 Tensor = torch.Tensor
 
 LIBRARY = torch.library.Library("tilewise", "DEF")
-INPUTS = 3  # q, k, v
 SAVED_TENSORS = len(Saved._fields)  # to a backward
 
 

@@ -13,8 +13,8 @@ import torch
 
 from ..errors import warn_slow
 from ..mods.flat import indices_used
-from ..problem import extras_of
-from .schema import INPUTS, SAVED_TENSORS, Options, flat
+from ..problem import INPUTS, extras_of
+from .schema import SAVED_TENSORS, Options, flat
 
 Tensor = torch.Tensor
 

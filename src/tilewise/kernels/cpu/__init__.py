@@ -17,7 +17,7 @@ from ...problem import Between, Extras, Grads, Problem, Saved, Scalars
 from ..common.outputs import around, empty_grads, empty_out
 from ..common.quantized import Lengths, Quantized
 from . import blockwise, flash, packed
-from .dense import Target, make_dense, rows_of
+from .dense import Target, copy_sums, make_dense, rows_of, sums_of
 from .quantize import dequantize
 
 Tensor = torch.Tensor
@@ -108,7 +108,7 @@ def backward(
     first: int = 0,
     targets: tuple[Target, ...] = (),
 ) -> Grads:
-    """Gradients of q, k, v and, where requested, sinks and bias; adds to those of the targets."""
+    """Gradients of q, k, v and, where requested, optional tensors; adds to those of the targets."""
     if problem.is_packed:
         of_one = functools.partial(backward, targets=targets)
         return packed.backward(of_one, problem, saved=saved, extras=extras, scalars=scalars)
@@ -119,19 +119,17 @@ def backward(
     if has_flash and is_causal is not None:
         parts = flash.backward_whole(saved, is_causal, scale=scalars.scale)
         dq, dk, dv = (_as_empty_like(x, grad) for x, grad in zip((q, k, v), parts))
-        return Grads(dq, dk, dv=dv, dsinks=None)
+        return Grads(dq, dk, dv=dv)
     grads = empty_grads(problem, q, k=k, v=v, extras=extras)
-    dsinks = None if extras.sinks is None else lse.new_zeros(extras.sinks.shape)
-    dbias = lse.new_zeros(extras.bias.shape) if problem.has_bias_grad else None
+    sums = sums_of(grads, lse)
     for row, used in _batch_rows(q, k, seqused_k=extras.seqused_k):
         dense = make_dense(problem, q, k, v, extras, scalars, row, used, first, targets)
         grads.dk[row, used:].zero_(), grads.dv[row, used:].zero_()
-        of_rows = Grads(
+        of_rows = sums._replace(
             dq=grads.dq[row].transpose(1, 2),
             dk=grads.dk[row, :used].transpose(1, 2),
             dv=grads.dv[row, :used].transpose(1, 2),
-            dsinks=dsinks,
-            dbias=rows_of(dbias, row),
+            dbias=rows_of(sums.dbias, row),
         )
         dout_rows, out_rows = dout[row].transpose(1, 2), out[row].transpose(1, 2)
         if has_flash and flash.serves(dense):
@@ -139,11 +137,7 @@ def backward(
         else:
             dlse_rows = None if dlse is None else dlse[row]
             blockwise.backward(dense, dout_rows, out_rows, lse[row], dlse=dlse_rows, grads=of_rows)
-    if dsinks is not None:
-        grads.dsinks.copy_(dsinks)
-    if dbias is not None:
-        grads.dbias.copy_(dbias)
-    return grads
+    return copy_sums(grads, sums)
 
 
 def captured_grads(

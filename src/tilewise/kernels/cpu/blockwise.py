@@ -7,7 +7,7 @@ For each block of queries, over the blocks of keys that its band touches:
     m' = max(m, rowmax S),   alpha = exp(m - m'),   P = exp(S - m')
     l  = alpha l + rowsum P,   O = alpha O + P V            at the end O / l and LSE = m + log l
 
-A sink is a key without a value: the softmax starts at m = sink, l = 1. Backward, P = exp(S - LSE):
+It starts at m = -inf, l = 0, or as `softmax.first_state` says. Backward, P = exp(S - LSE):
 
     dV += P^T dO,   dP = dO V^T,   dS = P * (dP - delta),   delta = rowsum(dO * O) - dLSE
     dQ += scale dS K,   dK += dS^T (scale Q)
@@ -30,7 +30,7 @@ from ...problem import Grads
 from . import modify
 from .dense import Dense, QueryRange, rows
 from .modify import TileIndices
-from .scores import cap
+from .softmax import add_gradient_of_tile, cap, first_state
 from .tiles import Chunk, Workspace, bias_and_mask, block_m, chunks, key_blocks, load, store
 
 Tensor = torch.Tensor
@@ -72,12 +72,8 @@ def is_large(lse: Tensor) -> bool:
 
 def _attend(dense: Dense, x: Chunk, r: QueryRange, q: Tensor, workspace: Workspace) -> Rows:
     """One block of scaled queries (heads, group * rows, headdim)."""
-    heads, nrows, _ = q.shape
-    m_i, l_i = q.new_full((heads, nrows, 1), -math.inf), q.new_zeros(heads, nrows, 1)
-    if x.sinks is not None:
-        m_i = x.sinks.expand(-1, -1, nrows // x.group, -1).reshape(heads, nrows, 1)
-        l_i = (m_i > -math.inf).to(q.dtype)
-    acc_o = q.new_zeros(heads, nrows, x.v.shape[2])
+    m_i, l_i = first_state(x, q)
+    acc_o = q.new_zeros((*q.shape[:2], x.v.shape[2]))
     for keys in key_blocks(r):
         s, indices, *_ = scores(dense, x, r=r, q=q, keys=keys, workspace=workspace)
         m_new = torch.maximum(m_i, s.amax(-1, keepdim=True))
@@ -128,7 +124,7 @@ def scores(
 def backward(
     dense: Dense, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, grads: Grads
 ) -> None:
-    """Writes dq, dk and dv, in the order of `dense`, and adds to dsinks and dbias.
+    """Writes dq, dk and dv, in the order of `dense`, and adds to the optional gradients.
 
     The other tensors are (batch, nheads, seqlen_q, ...) too.
     """
@@ -155,8 +151,7 @@ def backward(
             targets = dk, dv, grads.dbias
             dq = _attend_backward(dense, x, r=r, block=block, targets=targets, workspace=workspace)
             store(dqs, r, tile=dq)
-            if dense.extras.sinks is not None:
-                _add_dsinks(grads.dsinks, x, r=r, block=block)
+            add_gradient_of_tile(grads, x, delta=delta, lse=row_lse, log_l=log_l)
         for grad, acc in ((grads.dk, dk), (grads.dv, dv)):
             target = grad[x.batch, x.heads]
             target.copy_(acc.view(target.shape))
@@ -204,14 +199,3 @@ def _attend_backward(
         dk[:, keys].baddbmm_(ds.transpose(1, 2), q)
         dq.baddbmm_(ds, x.k[:, keys])
     return dq.mul_(dense.scalars.scale)
-
-
-def _add_dsinks(dsinks: Tensor, x: Chunk, r: QueryRange, block: QueryRows) -> None:
-    """The sink's P is exp(sink - LSE) and its dP is 0, so its dS is -P delta."""
-    by_head = (x.sinks.shape[0], x.group, r.stop - r.start, 1)
-    s = x.sinks - block.lse.view(by_head)
-    if block.log_l is not None:
-        s = s - block.log_l.view(by_head)
-    ds = torch.exp(s) * block.delta.view(by_head)
-    target = dsinks.unflatten(0, (-1, x.group))[x.heads]
-    target.sub_(ds.sum((2, 3)).view(-1, *target.shape).sum(0))

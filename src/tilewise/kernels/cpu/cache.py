@@ -22,14 +22,16 @@ import torch
 
 from ...mods.evaluation import evaluate
 from ...mods.expressions import lookup
+from ...problem import Extras
 from ...tile import predicates
 from ...tile.paging import batch_of, gather, lengths_of, queries_of
 from ...tile.quantize import by_row, of_sequence
-from ...tile.split_kv import State, empty_state, finish, pieces
+from ...tile.split_kv import State, empty_state, pieces
 from ..common.cached import Cached, lse_by_query
 from .cache_rows import CacheRows, Memory, Rows
+from .dense import of_heads
 from .row_products import dots, weighted_sums
-from .scores import cap
+from .softmax import cap, finish_tile
 
 Tensor = torch.Tensor
 SPAN = 512  # keys of a softmax, unless a piece has fewer
@@ -48,8 +50,7 @@ class CachedSequence(NamedTuple):
     diagonal: int  # the position of its first query
     k: CacheRows
     v: CacheRows
-    slopes: Tensor | None  # (nheads_k, group, 1, 1)
-    sinks: Tensor | None  # (nheads_k, group, 1)
+    extras: Extras  # those of heads, (nheads_k, group, 1, 1)
     k_scale: Tensor | None  # (nheads_k or 1, 1, 1), unless each row has its own
     v_scale: Tensor | None
 
@@ -108,18 +109,17 @@ def _sequence(cached: Cached, row: int, length: int, seqlen_q: int, dtype) -> Ca
     group = nheads // nheads_k
     diagonal, left = length - seqlen_q, cached.scalars.left
     first = min(length, max(0, diagonal - left)) if left >= 0 else 0
-    slopes, sinks = cached.extras.alibi_slopes, cached.extras.sinks
-    if slopes is not None:
-        slopes = slopes if slopes.dim() == 1 else slopes[row]
-        slopes = slopes.to(dtype).view(nheads_k, group, 1, 1)
-    if sinks is not None:
-        sinks = sinks.to(dtype).view(nheads_k, group, 1)
+
+    def of_row(x: Tensor) -> Tensor:
+        return (x if x.dim() == 1 else x[row]).to(dtype).view(nheads_k, group, 1, 1)
+
+    extras = of_heads(cached.extras, of_row)
     k = CacheRows(cached.k, cached.page_table, row=row, ends=(first, length), dtype=dtype)
     v = CacheRows(cached.v, cached.page_table, row=row, ends=(first, length), dtype=dtype)
     k_scale = _scale_of(cached.k_descale, row, length=length, dtype=dtype)
     v_scale = _scale_of(cached.v_descale, row, length=length, dtype=dtype)
     return CachedSequence(
-        cached, diagonal, k=k, v=v, slopes=slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale
+        cached, diagonal, k=k, v=v, extras=extras, k_scale=k_scale, v_scale=v_scale
     )
 
 
@@ -148,10 +148,8 @@ def _store(
     sequence: CachedSequence, tile: TokenTile, state: State, outs: Tensor, lses: Tensor
 ) -> None:
     """The rows of a tile to (seqlen_q, nheads, ...)."""
-    sinks, tokens = sequence.sinks, tile.stop - tile.start
-    if sinks is not None:
-        sinks = sinks.repeat_interleave(tokens, 1)
-    out, lse = finish(state, sinks)
+    tokens = tile.stop - tile.start
+    out, lse = finish_tile(state, sequence.extras, tokens=tokens)
     if sequence.v_scale is not None:
         out = out * sequence.v_scale
     rows = slice(tile.start - sequence.diagonal, tile.stop - sequence.diagonal)
@@ -272,14 +270,15 @@ def _modify(s: Tensor, sequence: CachedSequence, tile: TokenTile, chunk: Chunk) 
     cap(s, scalars)
     is_left = scalars.left >= 0 and chunk.first < tile.stop - 1 - scalars.left
     is_right = scalars.right >= 0 and chunk.last - 1 > tile.start + scalars.right
-    if sequence.slopes is None and not cached.mask and not is_left and not is_right:
+    slopes = sequence.extras.alibi_slopes
+    if slopes is None and not cached.mask and not is_left and not is_right:
         return
     s = s.unflatten(2, (-1, tile.stop - tile.start))
     q_idx = torch.arange(tile.start, tile.stop, device="cpu").unsqueeze(1)
     k_idx = torch.arange(chunk.first, chunk.last, device="cpu").view(chunk.spans, 1, 1, 1, chunk.n)
-    if sequence.slopes is not None:
+    if slopes is not None:
         # Rounded twice: whether `addcmul` rounds once depends on where an element lies
-        s.sub_(sequence.slopes * (q_idx - k_idx).abs())
+        s.sub_(slopes * (q_idx - k_idx).abs())
     if is_left:
         s.masked_fill_(~predicates.within_left(q_idx, k_idx, 0, scalars.left), -math.inf)
     if is_right:

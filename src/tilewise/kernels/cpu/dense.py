@@ -6,16 +6,18 @@ views in (batch, nheads, seqlen, headdim) order. A side of the band that hides n
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 
+from ...features import FEATURES
 from ...mods.expressions import Node
 from ...mods.flat import Parts, take_apart
-from ...problem import NO_EXTRAS, OPEN, Extras, Mods, Problem, Scalars
+from ...problem import INPUTS, NO_EXTRAS, OPEN, Extras, Grads, Mods, Problem, Scalars
 
 Tensor = torch.Tensor
+OF_HEADS = [name for name, x in FEATURES.items() if ("nheads",) in x.shapes]
 
 
 class Dense(NamedTuple):
@@ -99,6 +101,26 @@ def make_dense(
 def rows_of(bias: Tensor | None, row: slice) -> Tensor | None:
     """The part of a bias, or of its gradient, for some rows of the batch."""
     return bias if bias is None or bias.shape[0] == 1 else bias[row]
+
+
+def of_heads(extras: Extras, function: Callable[[Tensor], Tensor]) -> Extras:
+    """The extras with an entry a head, as a function turns them, and no others."""
+    tensors = {name: getattr(extras, name) for name in OF_HEADS}
+    return Extras(**{name: None if x is None else function(x) for name, x in tensors.items()})
+
+
+def sums_of(grads: Grads, lse: Tensor) -> Grads:
+    """Gradients whose optional ones are zeros of the dtype of `lse`, to add up parts."""
+    sums = (None if x is None else lse.new_zeros(x.shape) for x in grads[INPUTS:])
+    return Grads._make((*grads[:INPUTS], *sums))
+
+
+def copy_sums(grads: Grads, sums: Grads) -> Grads:
+    """The gradients, with the sums written to the optional ones."""
+    for grad, total in zip(grads[INPUTS:], sums[INPUTS:]):
+        if grad is not None:
+            grad.copy_(total)
+    return grads
 
 
 class QueryRange(NamedTuple):

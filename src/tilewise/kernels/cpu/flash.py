@@ -7,7 +7,7 @@ is cut into rows that see nothing, and for the others two pieces over disjoint k
     row i sees j <= i + last:      full, keys j < last;      causal, keys j - last <= i
 
 whose results merge by LSE. The backward of each piece takes the merged out and LSE: with them
-P = exp(S - LSE) and delta are those of the whole row. A sink scales out and joins LSE, no more.
+P = exp(S - LSE) and delta are those of the whole row.
 
 Why it goes first wherever it serves: tiles of torch operations took 1.4 to 9 times as long forward
 and 1.4 to 4 times fp32 forward and backward (B1 H8 D64, S 64 to 4096, full and causal). Why halves
@@ -20,7 +20,6 @@ off as plain bf16 code's, where ours is 0.02. So ours stays in fp32.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -30,6 +29,7 @@ import torch.nn.functional as F
 from ...problem import OPEN, Extras, Grads, Problem, Saved, Scalars
 from . import blockwise
 from .dense import Dense
+from .softmax import add_gradient, finish_rows, merge
 
 Tensor = torch.Tensor
 
@@ -68,11 +68,11 @@ def whole_mask(problem: Problem, q: Tensor, k: Tensor, scalars: Scalars) -> bool
     """Whether a call that is one piece and nothing else is causal; None for all other calls. It
     asks as little as will do: a short call costs less than describing it.
     """
-    if problem.has_left or problem.has_sinks or not problem.has_plain_scores:
+    if problem.has_left or problem.has_extras or not problem.has_plain_scores:
         return None
-    if problem.has_seqused_k or problem.headdim != problem.headdim_v:
+    if problem.headdim != problem.headdim_v or q.numel() == 0 or k.numel() == 0:
         return None
-    if _forward is None or _backward is None or q.numel() == 0 or k.numel() == 0:
+    if _forward is None or _backward is None:
         return None
     if _has_overlap(q):
         return None
@@ -165,14 +165,7 @@ def forward(dense: Dense) -> tuple[Tensor, Tensor]:
         out, lse = merge(out, lse, out2=out_piece, lse2=lse_piece)
     if dense.v.shape[3] < out.shape[3]:
         out = out[..., : dense.v.shape[3]]
-    sinks = None if dense.extras.sinks is None else dense.extras.sinks.to(lse.dtype).unsqueeze(1)
-    if sinks is not None:
-        out = (out * share(lse, sinks).unsqueeze(-1)).to(out.dtype)
-    if hidden:
-        out, lse = F.pad(out, (0, 0, hidden, 0)), F.pad(lse, (hidden, 0), value=-math.inf)
-    if sinks is not None:
-        lse = log_add(lse, sinks)
-    return out, lse
+    return finish_rows(out, lse, extras=dense.extras, hidden=hidden)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, piece: Piece, scale: float) -> tuple[Tensor, Tensor]:
@@ -180,31 +173,6 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, piece: Piece, scale: float) -> tupl
     if stop - start < k.shape[2]:
         k, v = k[:, :, start:stop], v[:, :, start:stop]
     return attend(q, k, v=v, is_causal=is_causal, scale=scale)
-
-
-def merge(out1: Tensor, lse1: Tensor, out2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
-    """Two results over disjoint keys, where each row sees keys of both."""
-    out = torch.lerp(out1.to(lse1.dtype), out2.to(lse2.dtype), share(lse2, lse1).unsqueeze(-1))
-    return out.to(out1.dtype), log_add(lse1, lse2)
-
-
-def share(lse: Tensor, other: Tensor) -> Tensor:
-    """exp(lse) / (exp(lse) + exp(other)): of a large lse, as exact as of a small one.
-
-    exp(lse - log_add(lse, other)) would be off by the last bit of lse, which is no small part of 1.
-    """
-    return torch.exp(other - lse).add_(1).reciprocal_()
-
-
-def log_add(x: Tensor, y: Tensor) -> Tensor:
-    """log(exp(x) + exp(y)).
-
-    torch.logaddexp and torch.sigmoid give a last bit that depends on where in memory an element
-    lies (torch 2.13), so that a row's result would depend on its place in the batch.
-    """
-    larger = torch.maximum(x, y)
-    larger = larger.masked_fill(larger == -math.inf, 0)
-    return larger + torch.log(torch.exp(x - larger) + torch.exp(y - larger))
 
 
 def widen(dense: Dense) -> tuple[Tensor, Tensor, Tensor]:
@@ -219,16 +187,13 @@ def _pad(x: Tensor, padding: int) -> Tensor:
 
 
 def backward(dense: Dense, dout: Tensor, out: Tensor, lse: Tensor, grads: Grads) -> None:
-    """Writes dq, dk and dv, and adds to dsinks. There may be no gradient of lse."""
+    """Writes dq, dk and dv, and adds to optional gradients. There may be no gradient of lse."""
     hidden, pieces = cut(dense)
     q, k, v = (_with_rows(x.to(lse.dtype)) for x in widen(dense))
     dout, out = (_with_rows(_pad(x.to(lse.dtype), q.shape[3] - x.shape[3])) for x in (dout, out))
     if hidden:
         dout, q, out, lse = (x[:, :, hidden:] for x in (dout, q, out, lse))
-    if dense.extras.sinks is not None:
-        # dP of a sink is 0, and its P exp(sink - LSE): dS is -P * delta
-        p = torch.exp(dense.extras.sinks.to(lse.dtype).unsqueeze(1) - lse)
-        grads.dsinks.sub_((p * (dout * out).sum(-1)).sum((0, 2)))
+    add_gradient(grads, dense.extras, dout=dout, out=out, lse=lse)
     dq_sum = None
     for start, stop, is_causal in pieces:
         keys, values = k[:, :, start:stop], v[:, :, start:stop]

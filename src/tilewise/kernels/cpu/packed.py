@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
-from ...problem import Extras, Grads, Problem, Saved, Scalars
+from ...problem import INPUTS, Extras, Grads, Problem, Saved, Scalars
 from ..common.outputs import empty_grads, empty_out
+from .dense import copy_sums, sums_of
 
 Tensor = torch.Tensor
 
@@ -35,7 +37,7 @@ def backward(
     for grad in grads:
         if grad is not None:
             grad.zero_()
-    dsinks = None if extras.sinks is None else lse.new_zeros(extras.sinks.shape)
+    sums = sums_of(grads, lse)
     alone = as_one(problem)
     for i, (queries, keys, of_one) in enumerate(sequences(extras)):
         dlse_one = None if dlse is None else dlse[:, :, queries]
@@ -51,11 +53,10 @@ def backward(
         parts = differentiate(alone, saved_one, of_one, scalars, i)
         for whole, part, rows in zip(grads, parts, (queries, keys, keys)):
             whole[:, rows].copy_(part)
-        if dsinks is not None:
-            dsinks += parts.dsinks
-    if dsinks is not None:
-        grads.dsinks.copy_(dsinks)
-    return grads
+        for total, part in zip(sums[INPUTS:], parts[INPUTS:]):
+            if total is not None:
+                total += part
+    return copy_sums(grads, sums)
 
 
 def as_one(problem: Problem) -> Problem:
@@ -67,11 +68,12 @@ def sequences(extras: Extras) -> Iterator[tuple[slice, slice, Extras]]:
     """The used rows of each sequence in q and in k, and its extras."""
     rows_q = _used_rows(extras.cu_seqlens_q, extras.seqused_q)
     rows_k = _used_rows(extras.cu_seqlens_k, extras.seqused_k)
-    slopes, rng, captured = extras.alibi_slopes, extras.dropout_rng, extras.captured
+    slopes = extras.alibi_slopes
+    lengths: Any = dict.fromkeys(("seqused_k", "seqused_q", "cu_seqlens_q", "cu_seqlens_k"))
+    alone = extras._replace(**lengths)
     for i, (queries, keys) in enumerate(zip(rows_q, rows_k)):
         slopes_one = slopes if slopes is None or slopes.dim() == 1 else slopes[i : i + 1]
-        one = Extras(slopes_one, extras.sinks, dropout_rng=rng, captured=captured)
-        yield queries, keys, one
+        yield queries, keys, alone._replace(alibi_slopes=slopes_one)
 
 
 def _used_rows(cu_seqlens: Tensor, used: Tensor | None) -> Iterator[slice]:

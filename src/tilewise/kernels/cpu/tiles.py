@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 import torch
 
+from ...problem import Extras
 from ...tile import predicates
-from .dense import Dense, QueryRange
+from .dense import Dense, QueryRange, of_heads
 
 Tensor = torch.Tensor
 BLOCK_M = 128
@@ -29,8 +30,7 @@ class Chunk(NamedTuple):
     group: int
     k: Tensor  # (heads, seqlen_k, headdim)
     v: Tensor
-    slopes: Tensor | None  # (heads, group, 1, 1)
-    sinks: Tensor | None  # (heads, group, 1, 1)
+    extras: Extras  # those of heads, (heads, group, 1, 1)
 
     def by_group(self, x: Tensor) -> Tensor:
         """The chunk of (batch, nheads, ...), as a view (batch, nheads_k, group, ...)."""
@@ -59,16 +59,13 @@ def chunks(dense: Dense, dtype: torch.dtype) -> Iterator[Chunk]:
 def _chunk(dense: Dense, batch: slice, heads: slice, dtype: torch.dtype) -> Chunk:
     k, v = (x[batch, heads].to(dtype).flatten(0, 1) for x in (dense.k, dense.v))
     nheads_k, group = dense.k.shape[1], dense.q.shape[1] // dense.k.shape[1]
-    slopes, sinks = (
-        None
-        if x is None
-        else x.to(dtype)
-        .expand(dense.q.shape[0], -1)
-        .unflatten(1, (nheads_k, group))[batch, heads]
-        .flatten(0, 1)[..., None, None]
-        for x in (dense.extras.alibi_slopes, dense.extras.sinks)
-    )
-    return Chunk(batch, heads, group=group, k=k, v=v, slopes=slopes, sinks=sinks)
+
+    def of_chunk(x: Tensor) -> Tensor:
+        by_group = x.to(dtype).expand(dense.q.shape[0], -1).unflatten(1, (nheads_k, group))
+        return by_group[batch, heads].flatten(0, 1)[..., None, None]
+
+    extras = of_heads(dense.extras, of_chunk)
+    return Chunk(batch, heads, group=group, k=k, v=v, extras=extras)
 
 
 def load(x: Tensor, r: QueryRange, dtype: torch.dtype) -> Tensor:
@@ -112,10 +109,11 @@ def bias_and_mask(s: Tensor, dense: Dense, x: Chunk, r: QueryRange, keys: slice)
     """Adds ALiBi to the scores of a block of keys, and hides those outside of the band."""
     start, stop = keys.start, keys.stop
     s = s.view(s.shape[0], x.group, r.stop - r.start, stop - start)
-    if x.slopes is not None:
+    slopes = x.extras.alibi_slopes
+    if slopes is not None:
         q_idx, k_idx = positions(r.start, r.stop), positions(start, stop)
         distance = (q_idx.unsqueeze(1) + dense.diagonal - k_idx).abs()
-        s.addcmul_(x.slopes, distance.to(s.dtype), value=-1)
+        s.addcmul_(slopes, distance.to(s.dtype), value=-1)
     # The partial blocks: some query does not see keys before full_first or from full_last on.
     for a, b in ((start, min(stop, r.full_first)), (max(start, r.full_last), stop)):
         if a < b:

@@ -1,0 +1,106 @@
+"""What the softmax of all CPU paths has in common: caps of scores, sinks, and merges by LSE.
+
+A sink is a key without a value: a softmax may start at m = sink, l = 1, or be joined by it at the
+end. It scales out and adds to LSE. Its own P is exp(sink - LSE) and its dP is 0, so that its dS is
+-P delta.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from ...problem import Extras, Grads, Scalars
+from ...tile.split_kv import State, finish
+from .tiles import Chunk
+
+Tensor = torch.Tensor
+
+
+def cap(s: Tensor, scalars: Scalars, factors: list[Tensor] | None = None) -> None:
+    """softcap * tanh(s / softcap) in place; `factors` gets the derivative."""
+    if scalars.softcap:
+        s.div_(scalars.softcap).tanh_()
+        if factors is not None:
+            factors.append(1 - s * s)
+        s.mul_(scalars.softcap)
+
+
+def share(lse: Tensor, other: Tensor) -> Tensor:
+    """exp(lse) / (exp(lse) + exp(other)): of a large lse, as exact as of a small one.
+
+    exp(lse - log_add(lse, other)) would be off by the last bit of lse, which is no small part of 1.
+    """
+    return torch.exp(other - lse).add_(1).reciprocal_()
+
+
+def log_add(x: Tensor, y: Tensor) -> Tensor:
+    """log(exp(x) + exp(y)).
+
+    torch.logaddexp and torch.sigmoid give a last bit that depends on where in memory an element
+    lies (torch 2.13), so that a row's result would depend on its place in the batch.
+    """
+    larger = torch.maximum(x, y)
+    larger = larger.masked_fill(larger == -math.inf, 0)
+    return larger + torch.log(torch.exp(x - larger) + torch.exp(y - larger))
+
+
+def merge(out1: Tensor, lse1: Tensor, out2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
+    """Two results over disjoint keys, where each row sees keys of both."""
+    out = torch.lerp(out1.to(lse1.dtype), out2.to(lse2.dtype), share(lse2, lse1).unsqueeze(-1))
+    return out.to(out1.dtype), log_add(lse1, lse2)
+
+
+# sinks
+
+
+def first_state(x: Chunk, q: Tensor) -> tuple[Tensor, Tensor]:
+    """m and l of a block of queries (heads, group * rows, headdim) that has seen no key."""
+    heads, nrows, _ = q.shape
+    if x.extras.sinks is None:
+        return q.new_full((heads, nrows, 1), -math.inf), q.new_zeros(heads, nrows, 1)
+    m_i = x.extras.sinks.expand(-1, -1, nrows // x.group, -1).reshape(heads, nrows, 1)
+    return m_i, (m_i > -math.inf).to(q.dtype)
+
+
+def finish_tile(state: State, extras: Extras, tokens: int) -> tuple[Tensor, Tensor]:
+    """`out` and `lse` of rows (group, tokens) after all keys; extras are those of heads."""
+    if extras.sinks is None:
+        return finish(state)
+    return finish(state, extras.sinks.squeeze(-1).repeat_interleave(tokens, 1))
+
+
+def finish_rows(out: Tensor, lse: Tensor, extras: Extras, hidden: int) -> tuple[Tensor, Tensor]:
+    """`out` and `lse` (batch, nheads, rows, ...) with the sinks, which join at the end, and behind
+    as many rows as see no key.
+    """
+    sinks = None if extras.sinks is None else extras.sinks.to(lse.dtype).unsqueeze(1)
+    if sinks is not None:
+        out = (out * share(lse, sinks).unsqueeze(-1)).to(out.dtype)
+    if hidden:
+        out, lse = F.pad(out, (0, 0, hidden, 0)), F.pad(lse, (hidden, 0), value=-math.inf)
+    return out, lse if sinks is None else log_add(lse, sinks)
+
+
+def add_gradient(grads: Grads, extras: Extras, dout: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Adds the gradient of the sinks in rows (batch, nheads, rows, ...)."""
+    if extras.sinks is not None and grads.dsinks is not None:
+        p = torch.exp(extras.sinks.to(lse.dtype).unsqueeze(1) - lse)
+        grads.dsinks.sub_((p * (dout * out).sum(-1)).sum((0, 2)))
+
+
+def add_gradient_of_tile(
+    grads: Grads, x: Chunk, delta: Tensor, lse: Tensor, log_l: Tensor | None
+) -> None:
+    """Adds the gradient of the sinks in a block of queries (heads, group * rows, 1)."""
+    sinks = x.extras.sinks
+    if sinks is not None and grads.dsinks is not None:
+        by_head = (sinks.shape[0], x.group, -1, 1)
+        s = sinks - lse.view(by_head)
+        if log_l is not None:
+            s = s - log_l.view(by_head)
+        ds = torch.exp(s) * delta.view(by_head)
+        target = grads.dsinks.unflatten(0, (-1, x.group))[x.heads]
+        target.sub_(ds.sum((2, 3)).view((-1, *target.shape)).sum(0))
