@@ -152,7 +152,7 @@ def test_pieces_are_counted_on_the_device_of_the_arena(on_gpu):
 
 def test_pieces_are_counted_on_all_ranks_or_none():
     """Ranks that count them publish in another order than ranks that do not."""
-    signals = SimpleNamespace(words=torch.zeros(4, dtype=torch.int32), _launch=None)
+    signals = SimpleNamespace(words=torch.zeros(4, dtype=torch.int32))
     for said, expected in ((["1", "1"], True), (["1", "0"], False)):
         host = SimpleNamespace(wait=lambda signature, note, said=said: said)
         barrier = SimpleNamespace(rank=0, ranks=2, signals=signals, nanoseconds=1, host=host)

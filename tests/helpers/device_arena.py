@@ -10,10 +10,12 @@ from tilewise.distributed.transport import arena as arenas
 from tilewise.distributed.transport.device_arena import DeviceArena
 from tilewise.distributed.transport.device_barrier import PAD, DeviceBarrier
 from tilewise.distributed.transport.memory import Files
+from tilewise.kernels.common.program import Program
 from tilewise.testing import use_interpreter
 
 CPU = torch.device("cpu")
 LIBC = ctypes.CDLL(None)
+run = Program.run
 
 
 class Unmapping(Files):
@@ -31,6 +33,12 @@ class Unmapping(Files):
         return self.kept
 
 
+def interpreted(program, values):
+    """`Program.run`, of the arena's small kernels alone, in the interpreter."""
+    with use_interpreter():
+        run(program, values)
+
+
 def device_arena(group=None, seconds=None):
     """The arena of GPUs on a CPU group, whose arena it is from now on."""
     group = dist.group.WORLD if group is None else group
@@ -38,12 +46,6 @@ def device_arena(group=None, seconds=None):
     if seconds is not None:
         host.timeout = datetime.timedelta(seconds=seconds)
     barrier = DeviceBarrier(host, CPU, memory.allocate(host, PAD, "pads"), memory)
-    launch = barrier.signals._launch
-
-    def interpreted(*args):  # these kernels alone
-        with use_interpreter():
-            launch(*args)
-
-    barrier.signals._launch = interpreted
+    Program.run = interpreted
     arena = arenas._arenas[group, CPU] = DeviceArena(barrier, Unmapping(), CPU)
     return arena

@@ -21,14 +21,27 @@ class Kernel:
         self.name, self.log = name, log
 
     def __getitem__(self, grid):
-        def front(*args, FEATURES, TILE, **options):
-            self.log.append((self.name, "front", grid[0], (*args, FEATURES, TILE)))
+        def front(*args, **options):
+            constants = [x for name, x in options.items() if name.isupper()]
+            self.log.append((self.name, "front", grid[0], (*args, *constants)))
             return self
 
         return front
 
     def run(self, x, y, z, stream, function, metadata, *rest):
         self.log.append((self.name, "again", x, rest[3:]))
+
+
+def fake_kernels(monkeypatch, module, *names):
+    """Fakes in the place of these kernels of a module, on a device that is current. Returns their
+    calls.
+    """
+    log = []
+    for name in names:
+        monkeypatch.setattr(module, name, Kernel(name, log))
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)  # the CPU's
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
+    return log
 
 
 def plain(args):

@@ -5,8 +5,7 @@ import torch
 
 from tilewise.distributed.transport.copies import copy_one_by_one
 from tilewise.kernels.common.row_table import Rows, Table
-from tilewise.kernels.portable.copy_table import CopyTable
-from tilewise.kernels.portable.launches import Launches
+from tilewise.kernels.portable.copy_table import copy_table
 from tilewise.testing import use_interpreter
 
 CPU = torch.device("cpu")
@@ -17,7 +16,7 @@ def copied(copies, sources, targets):
     addresses = [[x.data_ptr() for x in tensors] for tensors in (sources, targets)]
     assert table.serves([*addresses[0], *addresses[1]])
     with use_interpreter():
-        CopyTable(Launches(CPU))(table, *addresses, CPU)
+        copy_table(table, *addresses, CPU)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -6,9 +6,8 @@ No GPU: kernels are fakes that record their calls.
 import pytest
 import torch
 from helpers.fake_kernels import (
-    Kernel,
     compiled_for,
-    fake_memory,
+    fake_kernels,
     has_rest,
     plain,
     saved_of,
@@ -31,19 +30,11 @@ KERNELS += "attn_bwd_dbias_kernel", "attn_bwd_rest_kernel"
 
 
 @pytest.fixture
-def memory(monkeypatch):
-    return fake_memory(monkeypatch)
-
-
-@pytest.fixture
 def log(monkeypatch, memory):
     """Calls of kernels. Memory that a call makes is the same for all calls that begin it."""
-    log = []
-    for name in KERNELS:
-        monkeypatch.setattr(kernels, name, Kernel(name, log))
     fake_launches(monkeypatch)
     monkeypatch.setattr(program, "past_triton", Through)  # of kernels without descriptors
-    return log
+    return fake_kernels(monkeypatch, kernels, *KERNELS)
 
 
 @pytest.mark.parametrize("name", CALLS)

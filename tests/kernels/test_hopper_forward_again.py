@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from helpers.fake_kernels import Kernel, compiled_for, fake_memory, plain
+from helpers.fake_kernels import compiled_for, fake_kernels, plain
 from helpers.hopper_relaunch import fake_launches
 from helpers.looks import CALLS, call_of, counts, packed, starts
 
@@ -21,17 +21,10 @@ BF16 = torch.bfloat16
 
 
 @pytest.fixture
-def memory(monkeypatch):
-    return fake_memory(monkeypatch)
-
-
-@pytest.fixture
 def log(monkeypatch, memory):
     """Calls of the kernel."""
-    log = []
-    monkeypatch.setattr(launch, "hopper_fwd_kernel", Kernel("hopper_fwd_kernel", log))
     fake_launches(monkeypatch)
-    return log
+    return fake_kernels(monkeypatch, launch, "hopper_fwd_kernel")
 
 
 def forward_of(call):

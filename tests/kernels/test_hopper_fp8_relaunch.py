@@ -5,7 +5,7 @@ function that notes the arguments.
 import pytest
 import torch
 from helpers import fp8
-from helpers.fake_kernels import Kernel, fake_memory
+from helpers.fake_kernels import fake_kernels
 from helpers.hopper_relaunch import fake_launches
 
 from tilewise import errors
@@ -18,13 +18,10 @@ HEADS = fp8.Heads(2, 2, 128, 128)
 
 
 @pytest.fixture
-def launched(monkeypatch):
+def launched(monkeypatch, memory):
     """Launches of the kernel: how, and what with."""
-    log = []
-    fake_memory(monkeypatch)
     fake_launches(monkeypatch)
-    monkeypatch.setattr(fp8_launch, "hopper_fp8_fwd_kernel", Kernel("kernel", log))
-    return log
+    return fake_kernels(monkeypatch, fp8_launch, "hopper_fp8_fwd_kernel")
 
 
 def numbers_in(args):

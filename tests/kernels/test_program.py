@@ -9,7 +9,14 @@ import weakref
 
 import pytest
 import torch
-from helpers.fake_kernels import Kernel, compiled_for, fake_memory, has_rest, plain, saved_of
+from helpers.fake_kernels import (
+    Kernel,
+    compiled_for,
+    fake_kernels,
+    has_rest,
+    plain,
+    saved_of,
+)
 from helpers.looks import CALLS, call_of, packed, starts
 
 from tilewise.kernels.common import relaunch, workspace
@@ -28,20 +35,10 @@ BACKWARD += "bwd_delta_kernel", "attn_bwd_rest_kernel"
 
 
 @pytest.fixture
-def memory(monkeypatch):
-    return fake_memory(monkeypatch)
-
-
-@pytest.fixture
 def log(monkeypatch, memory):
     """Calls of the portable kernels, on a device that is current."""
-    log = []
-    for name in ("attn_fwd_kernel", *BACKWARD):
-        monkeypatch.setattr(portable, name, Kernel(name, log))
     monkeypatch.setattr(plan, "architecture", lambda device: "sm90")
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)  # the CPU's
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
-    return log
+    return fake_kernels(monkeypatch, portable, "attn_fwd_kernel", *BACKWARD)
 
 
 def forward_of(call):

@@ -4,7 +4,7 @@ them. No GPU: kernels are fakes that record their calls.
 
 import pytest
 import torch
-from helpers.fake_kernels import fake_memory
+from helpers.fake_kernels import fake_kernels, plain
 from helpers.quantizing import ALL, NONE
 
 import tilewise
@@ -20,52 +20,11 @@ NAMES = [
 ]
 
 
-class Kernel:
-    """A kernel as Triton launches it, and as it is called when it is compiled."""
-
-    function, packed_metadata = "function", "metadata"
-
-    def __init__(self, name, log):
-        self.name, self.log = name, log
-
-    def __getitem__(self, grid):
-        def front(*args, **options):
-            constants = [x for name, x in options.items() if name.isupper()]
-            self.log.append((self.name, "front", grid[0], plain((*args, *constants))))
-            return self
-
-        return front
-
-    def run(self, x, y, z, stream, function, metadata, *rest):
-        self.log.append((self.name, "again", x, plain(rest[3:])))
-
-
-def plain(args):
-    """Arguments as the driver gets them: 0 and None are one for a pointer."""
-    found = []
-    for x in args:
-        if isinstance(x, torch.Tensor):
-            found.append(x.data_ptr())
-        else:
-            found.append(plain(x) if isinstance(x, tuple) else x)
-    return tuple(found)
-
-
-@pytest.fixture
-def memory(monkeypatch):
-    return fake_memory(monkeypatch)
-
-
 @pytest.fixture
 def log(monkeypatch, memory):
     """Calls of kernels. Memory that a call makes is the same for all calls."""
-    log = []
-    for name in NAMES:
-        monkeypatch.setattr(quantize_launches, name, Kernel(name, log))
     monkeypatch.setattr(quantize_memory, "architecture", lambda device: "sm90")
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda *_: 0, raising=False)
-    return log
+    return fake_kernels(monkeypatch, quantize_launches, *NAMES)
 
 
 def starts(*ends):
@@ -113,11 +72,11 @@ def test_quantising_again(name, log, memory):
         again = again or quantize.prepare_quantize(steps)
         memory.begin()
         again(*given)
-        found, log[:] = list(log), []
+        found, log[:] = plain(log), []
         assert {kind for _, kind, *_ in found} == {"again" if seed else "front"}
         memory.begin()
         quantize.prepare_quantize(steps)(*given)
-        expected, log[:] = list(log), []
+        expected, log[:] = plain(log), []
         assert [(n, *rest) for n, _, *rest in found] == [(n, *rest) for n, _, *rest in expected]
         assert len(found) == (2 + 1 + 2 + 1 if steps == ALL else 2)
 
@@ -129,11 +88,11 @@ def test_transposing_again(log, memory):
         v = draw(seed)[2].to(FP8)
         memory.begin()
         transpose(v, used, None)
-        found, log[:] = list(log), []
+        found, log[:] = plain(log), []
         memory.begin()
         quantize.prepare_transposed()(v, used, None)
         assert found[0][1] == ("again" if seed else "front")
-        assert found[0][2:] == log[0][2:]
+        assert found[0][2:] == plain(log)[0][2:]
         log[:] = []
 
 

@@ -5,7 +5,6 @@ import weakref
 import pytest
 import torch
 
-from tilewise.kernels.portable.launches import Launches
 from tilewise.kernels.portable.sum_parts import PartSums
 from tilewise.testing import use_interpreter
 
@@ -46,14 +45,14 @@ def test_the_bits_of_one_addition_after_the_other(part, dtype, ranks, rows, colu
     targets = torch.randperm(rows + 1, generator=draw).to(torch.int32)
     with use_interpreter():
         of_rows = torch.stack([bits, targets[:rows]], 1)
-        PartSums(Launches(CPU)).add(blocks, before, part, of_rows, total)
+        PartSums().add(blocks, before, part, of_rows, total)
     found = total[targets[:rows].long()]
     assert torch.equal(found.view(torch.uint8), one_by_one(parts, bits, dtype).view(torch.uint8))
     assert (total[targets[rows].long()] == 7).all()
 
 
 def test_blocks_that_moved():
-    sums = PartSums(Launches(CPU))
+    sums = PartSums()
     of_rows = torch.stack([torch.ones(4), torch.arange(4)], 1).to(torch.int32)
     total = torch.zeros(4, 8)
     with use_interpreter():

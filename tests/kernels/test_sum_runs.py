@@ -4,11 +4,8 @@ import pytest
 import torch
 
 from tilewise.distributed.transport.halves import Arena
-from tilewise.kernels.portable.launches import Launches
 from tilewise.kernels.portable.sum_runs import add_runs
 from tilewise.testing import use_interpreter
-
-CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -22,7 +19,7 @@ def test_the_bits_of_one_addition_after_the_other(rows, runs, columns, dtype):
     wide = torch.full((2, rows, 3, columns), 7.0, dtype=dtype)
     total, expected = wide[:, :, 1:2]  # some heads of all
     with use_interpreter():
-        add_runs(Launches(CPU), parts, places, None, total)
+        add_runs(parts, places, None, total)
     Arena.add_runs(None, parts, places, None, expected)
     assert torch.equal(total, expected) and (total[(places < 0).all(1)] == 0).all()
     assert (wide[:, :, ::2] == 7).all()
@@ -30,7 +27,7 @@ def test_the_bits_of_one_addition_after_the_other(rows, runs, columns, dtype):
     wide = torch.full((rows + 3, 3, columns), 7.0, dtype=dtype)
     spread = wide[:, 1:2]  # rows as they are named
     with use_interpreter():
-        add_runs(Launches(CPU), parts, places, targets, spread)
+        add_runs(parts, places, targets, spread)
     assert torch.equal(spread[targets.long()], total) and (wide[:, ::2] == 7).all()
     others = torch.ones(rows + 3, dtype=torch.bool)
     others[targets.long()] = False

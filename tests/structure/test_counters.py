@@ -10,7 +10,7 @@ from helpers.counters import count
 AT_LEAST = {"arguments by keyword, percent": 17.7}
 AT_MOST = {
     # Sizes
-    "lines": 50_681,
+    "lines": 50_692,
     "files that name softcap": 47,
     "files that name sinks": 50,
     "files attention() imports": 40,
@@ -20,11 +20,11 @@ AT_MOST = {
     "records per 1,000 lines, device": 7.10,
     "records built at one place, host": 26,
     "records built at one place, device": 61,
-    "launching classes": 5,
+    "launching classes": 4,
     "dispatchers": 1,
     "check files": 6,
     # Plain English
-    "calls with *x per 1,000 lines": 5.57,
+    "calls with *x per 1,000 lines": 5.51,
     "calls with a tuple's *": 0,
     "vague locals": 33,
     "docstrings without a subject": 0,

@@ -13,7 +13,7 @@ import torch
 from ...kernels.common.building import on_device
 from ...kernels.common.device_words import ARRIVED
 from ...kernels.common.row_table import Table
-from ...kernels.portable.copy_table import CopyTable
+from ...kernels.portable.copy_table import copy_table
 from ...kernels.portable.sum_parts import PartSums
 from ...kernels.portable.sum_runs import add_runs
 from .copies import Piece
@@ -46,9 +46,7 @@ class DeviceArena(Arena):
         self.marks = self.waited = 0  # those that were made, and that `last` has waited for
         self.words, self.limit = barrier.signals.words, barrier.nanoseconds
         self.arrived = self.words.data_ptr() + self.words.itemsize * ARRIVED
-        self.launch = barrier.signals._launch
-        self.part_sums = PartSums(self.launch)
-        self.copy_table = CopyTable(self.launch)
+        self.part_sums = PartSums()
         self.pieces = 0  # that the copies of the call have brought
         self.write: Any = None
         self.dma: Any = None  # the driver's copies, without torch's own work for each
@@ -83,14 +81,14 @@ class DeviceArena(Arena):
         source_addresses = [x.data_ptr() for x in sources]
         target_addresses = [x.data_ptr() for x in targets]
         if table.serves(source_addresses + target_addresses):
-            self.copy_table(table, source_addresses, target_addresses, self.device)
+            copy_table(table, source_addresses, target_addresses, device=self.device)
         else:
             super().copy(table, sources, targets=targets)
 
     def add_runs(
         self, parts: Tensor, places: Tensor, targets: Tensor | None, total: Tensor
     ) -> None:
-        add_runs(self.launch, parts, places=places, targets=targets, total=total)
+        add_runs(parts, places=places, targets=targets, total=total)
 
     def pull(
         self, lists: Sequence[Sequence[Piece]], targets: Sequence[Tensor], *, counted: int = 0

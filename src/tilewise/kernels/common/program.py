@@ -35,6 +35,8 @@ class Launch(NamedTuple):
     constants: dict[str, Any]  # parameters that are constexpr
     options: dict[str, Any]  # of the compiler, such as num_warps
 
+    is_guarded = True  # whether the interpreter refuses addresses outside of its tensors
+
     @property
     def positional(self) -> tuple:
         """All arguments as a compiled kernel takes them."""
@@ -50,7 +52,8 @@ class Launch(NamedTuple):
         """
         args = self.filled(values)
         if device.type == "cpu" and any(cpu_modes()):
-            interpret(self.kernel)[(self.programs,)](*args, **without_assembly(self.constants))
+            kernel = interpret(self.kernel, check=self.is_guarded)
+            kernel[(self.programs,)](*args, **without_assembly(self.constants))
             return None
         options = self.constants | self.options
         return first_launch(self.kernel, self.programs, *args, **options)
@@ -184,6 +187,12 @@ class Program:
             elif between is not None:
                 step.function(between, outputs)
         return outputs
+
+    def run(self, values: Sequence[Tensor | int]) -> None:
+        """Runs it for tensors, and numbers in the place of others, in the order of its names."""
+        row = [x if type(x) is int else x.data_ptr() for x in values]
+        if not self.again_at(row):
+            self._start(values, None)
 
     def again_at(self, row: Sequence[Any]) -> bool:
         """Launches it by the addresses of all in the order of its names but what it provides;

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from ..common.row_table import BLOCK_M, BLOCK_N, Table
-from .launches import Launches
+from .launches import programs_of
 
 Tensor = torch.Tensor
 _FIELDS = tl.constexpr(9)
@@ -65,20 +65,16 @@ def words_at(number, units, addresses, COUNT: tl.constexpr):
     return tl.multiple_of((first + units * 16).to(tl.pointer_type(tl.int32)), 16)
 
 
-class CopyTable:
-    """The kernel on one device."""
+LISTS = dict(sources="SOURCES", targets="TARGETS")
+copies = programs_of(copy_table_kernel, LISTS, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N)
 
-    def __init__(self, launch: Launches) -> None:
-        self.launch = launch
 
-    def __call__(
-        self, table: Table, sources: Sequence[int], targets: Sequence[int], device: torch.device
-    ) -> None:
-        """The copies of a table between tensors at these addresses."""
-        there = table.at(device)
-        programs = _PROGRAMS if device.type == "cuda" else min(4, table.tiles)
-        constants = dict(SOURCES=len(sources), TARGETS=len(targets), PROGRAMS=programs)
-        constants |= dict(BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N)
-        numbers = tuple(sources), tuple(targets), table.tiles
-        key = len(sources), len(targets)
-        self.launch(copy_table_kernel, programs, (there,), numbers, constants, key)
+def copy_table(
+    table: Table, sources: Sequence[int], targets: Sequence[int], device: torch.device
+) -> None:
+    """The copies of a table between tensors at these addresses."""
+    entries = table.at(device)
+    programs = _PROGRAMS if device.type == "cuda" else min(4, table.tiles)
+    constants = dict(SOURCES=len(sources), TARGETS=len(targets), PROGRAMS=programs)
+    program = copies(device, programs, **constants)
+    program.run((entries, *sources, *targets, table.tiles))

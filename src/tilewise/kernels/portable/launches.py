@@ -1,49 +1,51 @@
-"""Launches of small kernels, of a fixed number of programs, past Triton's front end."""
+"""Programs of one small kernel, of which numbers, too, differ from call to call."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from ...emulation import interpret, interpreter_is_on
-from ..common.building import first_launch, on_device
-from ..common.direct import past_triton
-from ..common.relaunch import may_relaunch
-
-Tensor = torch.Tensor
+from ..common.operand import Gap, gaps_in
+from ..common.program import Launch, Program
+from ..common.workspace import Workspace
 
 
-class Launches:
-    """The launches on one device. On the CPU the interpreter runs them."""
+class OfMapped(Launch):
+    """A launch that reads memory at addresses that it is passed as numbers, such as that of other
+    processes.
+    """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.launchers: dict[Any, Any] = {}
+    __slots__ = ()
+    is_guarded = False
 
-    def __call__(
-        self,
-        kernel: Any,
-        programs: int,
-        tensors: tuple[Tensor, ...],
-        numbers: tuple[int, ...],
-        constants: dict[str, Any],
-        key: Any,
-    ) -> None:
-        """Launches a kernel of tensors, numbers and constants, in this order. `key` is what it is
-        compiled for, but the kernel and its constants' names.
-        """
-        if self.device.type == "cpu" and interpreter_is_on():
-            # Without its guard: addresses of other processes' memory are no arguments
-            interpret(kernel, check=False)[(programs,)](*tensors, *numbers, **constants)
-            return
-        index, key = self.device.index, (id(kernel), key)  # its hash is that of its source
-        launcher = self.launchers.get(key)
-        if launcher is None or not may_relaunch(index):
-            with on_device(self.device):
-                options = dict(constants, num_warps=1 if programs == 1 else 4)
-                compiled = first_launch(kernel, programs, *tensors, *numbers, **options)
-            self.launchers[key] = past_triton(compiled, programs)
-            return
-        stream = torch._C._cuda_getCurrentRawStream(index)
-        launcher(stream, *[x.data_ptr() for x in tensors], *numbers, *constants.values())
+
+def programs_of(
+    kernel: Any, lists: Mapping[str, str] | None = None, **constants: Any
+) -> Callable[..., Program]:
+    """`program_of` a kernel with these constants, which is asked once for each of its arguments."""
+    plan = functools.partial(program_of, kernel, lists or {}, **constants)
+    return functools.lru_cache(maxsize=256)(plan)
+
+
+def program_of(
+    kernel: Any,
+    lists: Mapping[str, str],
+    device: torch.device,
+    programs: int,
+    compiled_for: tuple[Any, ...] = (),
+    **constants: Any,
+) -> Program:
+    """A program to be run for all arguments of a kernel but the constants. `lists` has, for each
+    argument that is a tuple of numbers, the constant that says how many. Programs differ in what
+    the kernel is `compiled_for`, too.
+    """
+    names = kernel.arg_names
+    args: dict[str, Any] = {x: Gap(x) for x in names if x not in constants}
+    for name, count in lists.items():
+        args[name] = tuple(Gap(f"{name}[{n}]") for n in range(constants[count]))
+    constants = {x: constants[x] for x in names if x in constants}
+    launch = OfMapped(kernel, programs, args, constants, dict(num_warps=1 if programs == 1 else 4))
+    return Program([x.name for x in gaps_in(tuple(args.values()))], [launch], Workspace(device))

@@ -27,7 +27,7 @@ from triton.language.extra.cuda import globaltimer
 
 from ..common.device_words import FAILED, LATE
 from ..common.device_words import WORDS as DEVICE_WORDS
-from .launches import Launches
+from .launches import programs_of
 
 Tensor = torch.Tensor
 LANES = 32  # of the warp that waits: a rank each
@@ -125,6 +125,10 @@ def poison_kernel(
         fill_nan(y, y_size, PROGRAMS, BLOCK)
 
 
+barriers = programs_of(barrier_kernel, LANES=LANES)
+poisons = programs_of(poison_kernel, PROGRAMS=_PROGRAMS, BLOCK=_BLOCK)
+
+
 class Signals:
     """The kernels of one group on one device. `pads` are those of all ranks, as this one maps
     them, int64.
@@ -141,7 +145,6 @@ class Signals:
         pinned = self.device.type == "cuda"
         self.report = torch.zeros(1 + LANES, dtype=torch.int64, pin_memory=pinned)
         self._reported = ctypes.c_int64.from_address(self.report.data_ptr())
-        self._launch = Launches(self.device)
 
     def barrier(self, number: int, fingerprint: int, seconds: float, waits: bool = True) -> None:
         """Barrier `number`, on the current stream; without `waits` it is only said that this rank
@@ -149,10 +152,10 @@ class Signals:
         """
         is_timed = self.device.type == "cuda"
         limit = int(seconds * (1e9 if is_timed else POLLS))
+        looks = (limit < 2**31,)
+        program = barriers(self.device, 1, compiled_for=looks, WAITS=waits, TIMED=is_timed)
         numbers = number, fingerprint, self.rank, self.ranks, limit
-        constants = dict(WAITS=waits, TIMED=is_timed, LANES=LANES)
-        tensors = self.pads, self.words, self.report
-        self._launch(barrier_kernel, 1, tensors, numbers, constants, waits)
+        program.run((self.pads, self.words, self.report, *numbers))
 
     @property
     def has_failed(self) -> bool:
@@ -167,10 +170,9 @@ class Signals:
         for x, y in itertools.zip_longest(some[::2], some[1::2]):
             sizes = x.numel(), 0 if y is None else y.numel()
             y = x if y is None else y
-            key = [(z.dtype, z.data_ptr() % 16, size < 2**31) for z, size in zip((x, y), sizes)]
-            constants = dict(PROGRAMS=_PROGRAMS, BLOCK=_BLOCK)
-            pointers, numbers = (self.words, self.report, x, y), (*sizes, number)
-            self._launch(poison_kernel, _PROGRAMS, pointers, numbers, constants, tuple(key))
+            looks = [(z.dtype, z.data_ptr() % 16, size < 2**31) for z, size in zip((x, y), sizes)]
+            program = poisons(self.device, _PROGRAMS, compiled_for=tuple(looks))
+            program.run((self.words, self.report, x, y, *sizes, number))
 
     def late(self) -> tuple[int, int] | None:
         """The barrier of the first call of which a piece did not arrive, and that piece's number.

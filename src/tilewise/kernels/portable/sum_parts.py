@@ -5,13 +5,12 @@ of every GPU that has a part of it, added in the order of the ranks, and rounded
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from .launches import Launches
+from .launches import programs_of
 
 Tensor = torch.Tensor
 _BLOCK_M, _BLOCK_N = 4, 256
@@ -58,11 +57,13 @@ def sum_parts_kernel(
         tl.store(total + offsets, acc.to(total.dtype.element_ty), mask=exists)
 
 
-class PartSums:
-    """The kernel of a group on one device."""
+sums = programs_of(sum_parts_kernel, BLOCK_M=_BLOCK_M, BLOCK_N=_BLOCK_N)
 
-    def __init__(self, launch: Launches) -> None:
-        self.launch = launch
+
+class PartSums:
+    """The sums of a group on one device."""
+
+    def __init__(self) -> None:
         self.known: list[int] = []  # of blocks, which it does not keep
         self.addresses = torch.empty(0)
 
@@ -82,14 +83,14 @@ class PartSums:
             self.known = addresses
             self.addresses = torch.tensor(addresses, device=total.device)
         rows, columns = len(of_rows), total[:1].numel()
-        numbers = offset, columns, len(blocks), rows
         is_aligned = columns % 16 == 0 and offset % 16 == 0
         # On a GPU always as many: a launcher is of one grid
         tiles = -(-rows // _BLOCK_M) * -(-columns // _BLOCK_N)
         programs = _PROGRAMS if total.is_cuda else min(_PROGRAMS, tiles)
-        constants: dict[str, Any] = dict(PART=TYPES[dtype], IS_ALIGNED=is_aligned)
-        constants |= dict(PROGRAMS=programs, BLOCK_M=_BLOCK_M, BLOCK_N=_BLOCK_N)
-        tensors = self.addresses, of_rows, total
-        key = dtype, total.dtype, is_aligned, *[x.data_ptr() % 16 for x in tensors[1:]]
-        key = *key, columns == 1, columns % 16, offset < 2**31
-        self.launch(sum_parts_kernel, programs, tensors, numbers, constants, key)
+        looks = (
+            *(total.dtype, of_rows.data_ptr() % 16, total.data_ptr() % 16),
+            *(columns == 1, columns % 16, offset < 2**31),
+        )
+        constants = dict(PART=TYPES[dtype], IS_ALIGNED=is_aligned, PROGRAMS=programs)
+        program = sums(total.device, programs, compiled_for=looks, **constants)
+        program.run((self.addresses, of_rows, total, offset, columns, len(blocks), rows))

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launches import Launches
+from .launches import programs_of
 
 Tensor = torch.Tensor
 _BLOCK_M, _BLOCK_N = 4, 256
@@ -53,9 +53,10 @@ def sum_runs_kernel(
         )
 
 
-def add_runs(
-    launch: Launches, parts: Tensor, places: Tensor, targets: Tensor | None, total: Tensor
-) -> None:
+sums = programs_of(sum_runs_kernel, BLOCK_M=_BLOCK_M, BLOCK_N=_BLOCK_N)
+
+
+def add_runs(parts: Tensor, places: Tensor, targets: Tensor | None, total: Tensor) -> None:
     """The sums into the rows of `total` that `targets` names, or into all; each row is dense, as
     all of `parts` is. `places` (rows, runs) and `targets` are int32.
     """
@@ -65,9 +66,11 @@ def add_runs(
     columns, step = total[:1].numel(), total.stride(0)
     tiles = -(-rows // _BLOCK_M) * -(-columns // _BLOCK_N)
     programs = _PROGRAMS if total.is_cuda else min(4, tiles)
-    constants = dict(RUNS=runs, SCATTERED=targets is not None)
-    constants |= dict(PROGRAMS=programs, BLOCK_M=_BLOCK_M, BLOCK_N=_BLOCK_N)
     tensors = parts, places, places if targets is None else targets, total
-    key = parts.dtype, total.dtype, runs, targets is None, *[x.data_ptr() % 16 for x in tensors]
-    key = *key, columns == 1, columns % 16, step == 1, step % 16
-    launch(sum_runs_kernel, programs, tensors, (columns, step, rows), constants, key)
+    looks = (
+        *(parts.dtype, total.dtype, *[x.data_ptr() % 16 for x in tensors]),
+        *(columns == 1, columns % 16, step == 1, step % 16),
+    )
+    constants = dict(RUNS=runs, SCATTERED=targets is not None, PROGRAMS=programs)
+    program = sums(total.device, programs, compiled_for=looks, **constants)
+    program.run((*tensors, columns, step, rows))
