@@ -85,6 +85,16 @@ class Problem(NamedTuple):
         return not (self.has_softcap or self.has_alibi or self.is_modified)
 
     @property
+    def has_natural_scores(self) -> bool:
+        """Whether a bias or a score function changes scores, which both know in natural units."""
+        return self.has_bias or bool(self.mods.score)
+
+    @property
+    def has_derivative(self) -> bool:
+        """Whether scores are no linear function of products."""
+        return self.has_softcap or bool(self.mods.score)
+
+    @property
     def is_modified(self) -> bool:
         """Whether functions, lists or numbers of its own go into each score or probability."""
         return self.mods != NO_MODS or self.has_bias or self.has_dropout
@@ -124,8 +134,7 @@ class Extras(NamedTuple):
     @property
     def optional(self) -> tuple[torch.Tensor | None, ...]:
         """All but what functions captured."""
-        *optional, _ = self
-        return tuple(optional)
+        return tuple(self[:-1])
 
 
 INPUTS = 3  # q, k and v

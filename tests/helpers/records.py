@@ -14,6 +14,7 @@ def features(**on):
     flags = dict.fromkeys(Features._fields, False)
     given = dict(HEADDIM=16, HEADDIM_V=16, GROUP=1, PRECISION="ieee", MASK_M=0, MASK_N=0)
     given |= dict(MASK_MOD=None, SCORE_MOD=None, SCORE_DERIVATIVE=None)
+    given["NATURAL"] = bool(on.get("BIAS") or on.get("SCORE_MOD"))
     return Features(**(flags | given | on))
 
 

@@ -17,7 +17,7 @@ def probabilities(s, minus_lse, seq, FEATURES: tl.constexpr):
     """P of a tile of scores or of its transpose; -lse is -inf for rows that saw nothing, and
     broadcasts over the tile. It is in base 2, and in natural units where scores are.
     """
-    if FEATURES.BIAS or FEATURES.SCORE_MOD is not None:
+    if FEATURES.NATURAL:
         return natural_probabilities(s, -minus_lse, rest=0.0)
     else:
         return tl.exp2(s * exp_scale(seq, FEATURES) + minus_lse)

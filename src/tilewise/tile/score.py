@@ -49,7 +49,7 @@ def fast_tanh(x):
 @triton.jit
 def exp_scale(seq, FEATURES: tl.constexpr):
     """The factor that the exponent still has to apply to a score."""
-    if FEATURES.BIAS or FEATURES.SCORE_MOD is not None:
+    if FEATURES.NATURAL:
         return 1.4426950408889634  # log2(e)
     elif FEATURES.ALIBI:
         return 1.0
@@ -75,7 +75,7 @@ def score_without_bias(qk, q_idx, k_idx, seq, FEATURES: tl.constexpr):
     scored = scaled(qk, seq, FEATURES=FEATURES)
     s, derivative = scored.s, scored.derivative
     slope = seq.slope_log2
-    if FEATURES.BIAS or FEATURES.SCORE_MOD is not None:
+    if FEATURES.NATURAL:
         slope = slope * 0.6931471805599453  # ln 2
     if FEATURES.SCORE_MOD is not None:
         tensors = seq.modifiers.score_tensors
@@ -101,7 +101,7 @@ def scaled(qk, seq, FEATURES: tl.constexpr):
         s = qk * seq.numbers.scale_over_softcap
         s = fast_tanh(s) if FEATURES.FAST_TANH else tanh(s)
         derivative = 1.0 - s * s
-    if FEATURES.BIAS or FEATURES.SCORE_MOD is not None:
+    if FEATURES.NATURAL:
         factor = seq.numbers.scale
         if FEATURES.SOFTCAP:
             factor = seq.numbers.softcap_log2 * 0.6931471805599453  # ln 2

@@ -68,14 +68,12 @@ def exponentials(s, m_i, m_new, exp_scale, MASKED: tl.constexpr):
 
 
 @triton.jit
-def finish(m_i, l_i, sink_log2, FEATURES: tl.constexpr, NATURAL: tl.constexpr = False):
-    """The factor 1 / l and the lse. A sink is a logit that joins the softmax without a value.
-    NATURAL: m is in natural units.
-    """
-    TO_LOG2: tl.constexpr = 1.4426950408889634 if NATURAL else 1.0
+def finish(m_i, l_i, sink_log2, FEATURES: tl.constexpr):
+    """The factor 1 / l and the lse. A sink is a logit that joins the softmax without a value."""
+    TO_LOG2: tl.constexpr = 1.4426950408889634 if FEATURES.NATURAL else 1.0
     rescale = 1.0
     if FEATURES.SINKS:
-        sink = sink_log2 * 0.6931471805599453 if NATURAL else sink_log2
+        sink = sink_log2 * 0.6931471805599453 if FEATURES.NATURAL else sink_log2
         m_new = tl.maximum(m_i, sink)
         m_ref = tl.where(m_new == float("-inf"), 0.0, m_new)
         rescale = tl.exp2((m_i - m_ref) * TO_LOG2)
@@ -83,7 +81,7 @@ def finish(m_i, l_i, sink_log2, FEATURES: tl.constexpr, NATURAL: tl.constexpr = 
         m_i = m_new
     is_empty = l_i == 0.0
     rescale = rescale / tl.where(is_empty, 1.0, l_i)
-    if NATURAL:
+    if FEATURES.NATURAL:
         lse = m_i + tl.log2(l_i) * 0.6931471805599453  # ln 2
     else:
         lse = (m_i + tl.log2(l_i)) * 0.6931471805599453

@@ -154,6 +154,7 @@ class Features(NamedTuple):
     SCORE_MOD: Any
     SCORE_DERIVATIVE: Any
     PRECISION: str  # of a matmul of fp32 tiles: "ieee" keeps fp32 exact
+    NATURAL: bool = False  # scores are in natural units, as a bias or score function has them
     ENDS: bool = False  # the mask is intervals of keys and of queries, and its tensors are the ends
     RUNS: bool = False  # with PACKED: sequences are `Runs`, whose keys may still arrive
     # With PACKED, over a KV cache: sequences of so many queries are chunks, the training forward's,

@@ -21,8 +21,8 @@ Tensor = torch.Tensor
 
 
 @functools.lru_cache(maxsize=4096)
-def features_of(problem: Problem) -> Features:
-    """The constexpr record that selects a kernel's code."""
+def features_of(problem: Problem, has_fast_tanh: bool = False) -> Features:
+    """The constexpr record that selects a kernel's code; `has_fast_tanh`: on GPUs of NVIDIA."""
     has_ends = problem.mods.block != NO_MODS.block and says_ends(problem.mods.mask)
     return Features(
         HEADDIM=problem.headdim,
@@ -32,7 +32,7 @@ def features_of(problem: Problem) -> Features:
         RIGHT=problem.has_right,
         TOP_LEFT=problem.align == "top_left",
         SOFTCAP=problem.has_softcap,
-        FAST_TANH=False,
+        FAST_TANH=has_fast_tanh and problem.has_softcap,
         ALIBI=problem.has_alibi,
         SINKS=problem.has_sinks,
         SEQUSED_K=problem.has_seqused_k,
@@ -46,6 +46,7 @@ def features_of(problem: Problem) -> Features:
         SCORE_MOD=_function(problem.mods.score),
         SCORE_DERIVATIVE=_function(problem.mods.derivative),
         PRECISION="ieee",
+        NATURAL=problem.has_natural_scores,
         ENDS=has_ends,
     )
 

@@ -93,9 +93,7 @@ def bwd_delta_kernel(
     o = load_once(out, batch, head, m_start, seqlen_q, BLOCK_M, DV, BLOCK_DV)
     do = load_once(dout, batch, head, m_start, seqlen_q, BLOCK_M, DV, BLOCK_DV)
     factor = 1.0
-    IS_SCALED: tl.constexpr = (
-        FEATURES.BIAS or FEATURES.SCORE_MOD is not None
-    ) and accumulated is not None
+    IS_SCALED: tl.constexpr = FEATURES.NATURAL and accumulated is not None
     if IS_SCALED:
         rest = row_stats(accumulated.rest, batch, head, sizes) + first
         factor = tl.exp2(-tl.load(rest + q_idx, mask=exists, other=0.0))

@@ -44,7 +44,7 @@ def load_lse(
     """
     row = load_stats(lse, q_idx, lengths, float("-inf"), CHECKED)
     lost = 0.0
-    if FEATURES.BIAS or FEATURES.SCORE_MOD is not None:
+    if FEATURES.NATURAL:
         row = lse_or_inf(row)
         if HAS_REST:
             lost = tl.expand_dims(load_stats(rest, q_idx, lengths, 0.0, CHECKED), AXIS)
@@ -94,7 +94,7 @@ def recompute(
     s = scored.s
     if MASKED:
         s = apply_mask(s, q_idx, k_idx, seq, FEATURES)
-    if FEATURES.BIAS or FEATURES.SCORE_MOD is not None:
+    if FEATURES.NATURAL:
         p = natural_probabilities(s, row.lse, row.rest)
     else:
         p = probabilities(s, -row.lse, seq, FEATURES)

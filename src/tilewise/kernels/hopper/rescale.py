@@ -105,7 +105,7 @@ def in_exponent(m_before, m_i, scale, FEATURES: gl.constexpr):
     or is rounded by more than fp16 can hold as a power of 2. The factor of such a row is 1: its
     scores are 8 apart at least, so that what is not the maximum has a P of nearly 0 in either base.
     """
-    if FEATURES.BIAS or FEATURES.SCORE_MOD is not None:
+    if FEATURES.NATURAL:
         factor = factor_of(m_i, scale)
         return Exponent(product(m_before, factor), product(m_i, factor), factor[:, None])
     else:

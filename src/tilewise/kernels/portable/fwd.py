@@ -65,9 +65,7 @@ def attn_fwd_kernel(
         n_start = full_block(blocks, i, SPLIT) * BLOCK_N
         state = attend(state, q_tile, k_rows, v_rows, n_start, m_start, seq, FEATURES, TILE, PADDED)
 
-    sink = load_sink(optionals, head, FEATURES)
-    NATURAL: tl.constexpr = FEATURES.BIAS or FEATURES.SCORE_MOD is not None
-    finished = finish(state.m_i, state.l_i, sink, FEATURES, NATURAL)
+    finished = finish(state.m_i, state.l_i, load_sink(optionals, head, FEATURES), FEATURES)
     acc_o = state.acc_o * (finished.rescale * numbers.dropout_factor)[:, None]
     row_lse = finished.lse
     if FEATURES.PACKED:  # rows that are not used

@@ -95,7 +95,7 @@ def backward_program(problem: Problem, scalars: Scalars, arch: str = "", **tenso
     saved = saved._replace(dout=dout, dlse=dlse)
     delta = plan_delta(problem, saved, extras, work, arch)
     plans, lost = [delta], None
-    if problem.has_bias or problem.mods.score:
+    if problem.has_natural_scores:
         plans.append(plan_rest(problem, scalars, saved, extras, work, arch))
         lost = plans[-1].args["rest"]
     stats = saved.lse, delta.args["delta"], lost

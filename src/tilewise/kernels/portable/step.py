@@ -49,7 +49,7 @@ def attend(
     s = score(qk, q_idx, k_idx, seq, FEATURES).s
     if MASKED:
         s = apply_mask(s, q_idx, k_idx, seq, FEATURES)
-    if FEATURES.BIAS or FEATURES.SCORE_MOD is not None:
+    if FEATURES.NATURAL:
         step = natural_step(s, state.m_i, state.l_i)
     else:
         step = online_step(s, state.m_i, state.l_i, exp_scale(seq, FEATURES), MASKED)

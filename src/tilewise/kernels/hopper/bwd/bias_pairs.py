@@ -27,7 +27,7 @@ def way_of(
     """How the gradient of a bias is computed: WRITTEN or SUMMED. Empty where it is not requested,
     or has a kernel of its own.
     """
-    is_ds = not (problem.has_softcap or problem.mods.score or problem.has_dropout)
+    is_ds = not (problem.has_derivative or problem.has_dropout)
     is_narrow = max(problem.headdim, problem.headdim_v) <= 128
     if dbias is None or not (is_ds and is_narrow and has_tiles(bias, q)):
         return ""

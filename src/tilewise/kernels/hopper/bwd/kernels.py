@@ -64,7 +64,7 @@ class Kernels:
             self.delta = work.add("delta", lse.shape)
         if tile.ORDERED:
             self.semaphore = work.add("dq_semaphore", (*heads, m_blocks, 2), torch.int32)
-        if problem.has_bias or problem.mods.score:
+        if problem.has_natural_scores:
             self.lost = work.add("lost", lse.shape)
             shape = lse.shape[0], lse.shape[2], lse.shape[1], problem.headdim_v
             rows = work.add("scaled", (*shape[:3], padded_width(shape[3])), problem.dtype)

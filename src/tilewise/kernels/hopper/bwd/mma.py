@@ -296,9 +296,7 @@ def recompute(
     for.
     """
     S_LAYOUT: gl.constexpr = qk.type.layout
-    IS_POSITION: gl.constexpr = (
-        FEATURES.MASK_MOD is not None or FEATURES.SCORE_MOD is not None or FEATURES.BIAS
-    )
+    IS_POSITION: gl.constexpr = FEATURES.MASK_MOD is not None or FEATURES.NATURAL
     lengths = tile_lengths(work, call, FEATURES=FEATURES, TILE=TILE)
     q_start = block.m_block * TILE.BLOCK_M
     column = gl.arange(0, qk.shape[1], column_of(S_LAYOUT))[None, :]

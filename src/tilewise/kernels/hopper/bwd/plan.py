@@ -51,11 +51,10 @@ def plan_of(
         block_d = block_dv = widest
     n = 128 if widest <= 128 else 64
     # 128 queries at a time leave no registers for positions or derivatives
-    needs_registers = problem.is_modified or problem.has_alibi or problem.has_softcap
-    m = 128 if widest == 64 and not needs_registers else 64
+    m = 128 if widest == 64 and problem.has_plain_scores else 64
     # Tall tiles have none to load lse ahead of S. Of a bias of -1e9 the quotient of lse and scale
     # times scale is another number than lse
-    is_linear = not (problem.has_softcap or problem.mods.score or problem.has_bias)
+    is_linear = not (problem.has_derivative or problem.has_bias)
     lse_first = m == 64 and has_scale and is_linear
     # Tall blocks of sequences that are all as long are ragged, too: the compiler then spills no
     # address of the loop (H200, back to back, headdim 64, full: 5 % at 4Ki, 2 % at 512)
@@ -83,7 +82,7 @@ def plan_of(
     of_grads = gl.float32 if exact else element
     kinds = (*[element] * 4, gl.float32, of_grads, of_grads, element, element)
     layouts = tuple(map(gl.NVMMASharedLayout.get_default_for, blocks, kinds))
-    features = features_of(problem)._replace(FAST_TANH=problem.has_softcap)
+    features = features_of(problem, has_fast_tanh=True)
     edge = Tile(ROWS, 16, block_d, block_dv, False)
     return Plan(features, tile, edge, blocks, layouts)
 

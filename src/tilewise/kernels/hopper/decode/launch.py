@@ -139,7 +139,7 @@ def launch_of(
     )
     args |= dict(numbers=numbers)
     args |= dict(scales=Scales(*scales_of(cached.k_descale), *scales_of(cached.v_descale)))
-    features = features_of(problem)._replace(FAST_TANH=problem.has_softcap, CHUNK=chunk)
+    features = features_of(problem, has_fast_tanh=True)._replace(CHUNK=chunk)
     options = dict(num_warps=4)
     if tile.PROGRAMS > 1:  # of 8 warps each, whose registers setmaxnreg then divides
         options["maxnreg"] = REGISTERS // (tile.PROGRAMS * 8 * 32)

@@ -101,8 +101,7 @@ def finish_rows(
     """Stores the lse of 64 rows. Returns their queries, and 1 / l."""
     rows = WG * 64 + gl.arange(0, 64, m_i.type.layout)
     heads = head_of_row(work.head, rows, FEATURES=FEATURES, TILE=TILE)
-    NATURAL: gl.constexpr = FEATURES.BIAS or FEATURES.SCORE_MOD is not None
-    finished = finish(m_i, l_i, load_sink(call.optionals, heads, FEATURES), FEATURES, NATURAL)
+    finished = finish(m_i, l_i, load_sink(call.optionals, heads, FEATURES), FEATURES)
 
     q_idx = query_of_row(work.start, rows, TILE=TILE)
     exists = q_idx < rows_in(work, call, FEATURES=FEATURES)
@@ -110,7 +109,7 @@ def finish_rows(
         exists = exists & (rows % TILE.PACK < FEATURES.GROUP)
     batch, first_q = place_in(work, FEATURES)
     lse = finished.lse
-    if NATURAL:
+    if FEATURES.NATURAL:
         lse -= rounded_off(m_i, 1.4426950408889634) * 0.6931471805599453  # log2(e), ln 2
     if FEATURES.PACKED:  # rows that are not used
         lse = gl.where(q_idx < work.seqlen_q, lse, float("-inf"))

@@ -28,7 +28,7 @@ from . import fp8_operand, transpose
 from .epilogue import OUT_COLUMNS
 from .fp8_kernel import hopper_fp8_fwd_kernel
 from .fp8_mma import Scales
-from .launch import WARPGROUP_ROWS, nothing, pack_of, queue_of
+from .launch import NO_KEYS, WARPGROUP_ROWS, pack_of, queue_of
 from .transpose import READY, Transposing
 
 Tensor = torch.Tensor
@@ -89,7 +89,7 @@ def fp8_program(
     names, work = names_of(FIELDS, FIRST_EXTRA + len(extras.tensors)), Workspace(q.device)
     steps: list[Any] = []
     if k.shape[1] == 0 and not problem.is_packed:
-        steps = [TorchStep(nothing, ("out", "lse", "sinks"))]
+        steps = [NO_KEYS]
     elif out.numel() or lse.numel():
         readable = Readable(work)
         tensors = readable.operands(operands, transposes) | dict(out=out, lse=lse)
@@ -237,9 +237,8 @@ def plan_of(problem: Problem, pack: int, out_dtype: torch.dtype, transposes: boo
     rows, out_columns = WARPGROUP_ROWS, min(block_dv, OUT_COLUMNS.value)
     # Each sequence has a multiple of COLUMNS, so that no block is of two sequences. Half of
     # them where positions or tanh take registers in the loop
-    has_terms = problem.has_softcap or problem.has_alibi
     block_n, stages = TILES[max(block_d, block_dv)]
-    block_n = block_n // 2 if has_terms else block_n
+    block_n = block_n if problem.has_plain_scores else block_n // 2
     block_n = min(block_n, COLUMNS) if problem.is_packed else block_n
     tile = Pipeline(
         BLOCK_M=2 * rows // pack,
@@ -265,7 +264,7 @@ def plan_of(problem: Problem, pack: int, out_dtype: torch.dtype, transposes: boo
     )
     elements = *(gl.float8e4nv,) * 3, GL_OUT[out_dtype], gl.uint8
     layouts = tuple(map(gl.NVMMASharedLayout.get_default_for, blocks, elements))
-    features = features_of(problem)._replace(FAST_TANH=problem.has_softcap)
+    features = features_of(problem, has_fast_tanh=True)
     return Fp8Plan(features, tile, blocks, layouts)
 
 

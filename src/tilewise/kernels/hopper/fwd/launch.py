@@ -120,7 +120,7 @@ def steps_of(
     """The steps of a forward, of k and v that are those of a `cache`, if there is one."""
     if k.shape[1] == 0:  # no keys: a descriptor of no rows is invalid
         if not problem.is_packed:
-            return [TorchStep(nothing, ("out", "lse", "sinks"))]
+            return [NO_KEYS]
         # Rows that are not used get no sink: the kernel knows them, and reads none of this
         k, v = (
             work.add(f"no {x.name}", (1, 1, x.shape[2], padded_width(x.shape[3])), x.dtype)
@@ -200,11 +200,13 @@ def room_of(k: Any, pages: Table) -> Operand:
 def nothing(out: Tensor, lse: Tensor, sinks: Tensor | None) -> None:
     """The results of queries without keys."""
     out.zero_()
-    lse_of_nothing(lse, sinks)
+    if sinks is None:
+        lse.fill_(-math.inf)
+    else:
+        lse.copy_(sinks[None, :, None])
 
 
-def lse_of_nothing(lse: Tensor, sinks: Tensor | None) -> Tensor:
-    return lse.fill_(-math.inf) if sinks is None else lse.copy_(sinks.float()[None, :, None])
+NO_KEYS = TorchStep(nothing, ("out", "lse", "sinks"))
 
 
 def pack_of(problem: Problem, seqlen_q: int) -> int:
@@ -291,7 +293,7 @@ def plan_of(
         if shared_memory(copied, of_o) > SHARED_MEMORY["sm90"]:
             copied = copied._replace(Q_STAGES=1)
         tile = copied if shared_memory(copied, of_o) <= SHARED_MEMORY["sm90"] else tile
-    features = features_of(problem)._replace(FAST_TANH=problem.has_softcap)
+    features = features_of(problem, has_fast_tanh=True)
     of_keys = [1, 1, 1, tile.PAGE or block_n] if is_ragged(problem) else [1, 1, block_n]
     rows, columns = WARPGROUP_ROWS, block_d // column_groups(block_d)
     of_out = [1, 1, 1, rows] if problem.is_packed else [1, 1, rows // pack, pack]

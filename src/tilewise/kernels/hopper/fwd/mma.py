@@ -207,7 +207,6 @@ def attend_block(
     MASKED: gl.constexpr = (
         FEATURES.LEFT or FEATURES.RIGHT or FEATURES.ENDS or FEATURES.MASK_MOD is not None
     )
-    NATURAL: gl.constexpr = FEATURES.BIAS or FEATURES.SCORE_MOD is not None
     EARLY: gl.constexpr = STAGES > 2
     # Rescale factors overlap with P V, before the wait for it; three warpgroups have no registers
     # for that
@@ -239,7 +238,7 @@ def attend_block(
     if PINNED:
         alpha, grows = rescale_factors(m_before, m_ref, query.work.start, not QUARTER)
     if QUARTER:
-        s = exponentials_in(s, m_ref, factor, 0, 1, True, NATURAL)
+        s = exponentials_in(s, m_ref, factor, 0, 1, True, FEATURES.NATURAL)
     if EARLY:
         wait_full(kv_ring, advance(state, STAGES), pred=i + 1 < query.blocks)
     acc_o = warpgroup_mma_wait(0, deps=[pending_o])
@@ -251,7 +250,7 @@ def attend_block(
     # beside them (headdim 128 causal, 16Ki: 0.957 of FlashAttention-3, and 0.995)
     acc_o = rescale(acc_o, row_factor(alpha, O_LAYOUT), row_factor(grows, O_LAYOUT))
     if QUARTER:
-        p = exponentials_in(s, m_ref, factor, 1, 4, False, NATURAL)
+        p = exponentials_in(s, m_ref, factor, 1, 4, False, FEATURES.NATURAL)
     else:
         p, _ = exponentials(s, m_before, m_new=m_ref, exp_scale=factor, MASKED=True)
     step = softmax_step(p, m_i, alpha, step.l_i, tile, n_block, call, dtype, FEATURES, TILE)

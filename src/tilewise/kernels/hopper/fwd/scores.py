@@ -115,7 +115,7 @@ def to_scores(
             s = add_bias(s, load_bias(work, tile.rows, n_block, call, TILE), dtype=gl.float32)
     # The unit of m, which is natural where something is added
     scale = exp_scale(seq, FEATURES)
-    if FEATURES.BIAS or FEATURES.SCORE_MOD is not None:
+    if FEATURES.NATURAL:
         scale = 1.0
     # Not those of the score function, whose positions would be kept for this
     k_idx, seq = keys_of(n_start, tile, call, HAS_MASK_MOD, HAS_SCORE_MOD, FEATURES, TILE)
