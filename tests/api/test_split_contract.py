@@ -199,7 +199,7 @@ def state(rows=5, headdim=4, dtype=torch.float32):
     s, v = torch.randn(rows, 7, dtype=dtype) * 4, torch.randn(7, headdim, dtype=dtype)
     m = s.amax(1, keepdim=True)
     p = torch.exp(s - m)
-    return split_kv.State(m, p.sum(1, keepdim=True), p @ v), (s, v)
+    return split_kv.SplitState(p @ v, m, p.sum(1, keepdim=True)), (s, v)
 
 
 def test_folding_is_the_softmax_over_both():

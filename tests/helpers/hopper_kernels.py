@@ -302,14 +302,14 @@ def attention_compute(
         o_token = warpgroup_mma(p, v_ring.tiles.index(stage), acc_o, is_async=True)
         acc_o = warpgroup_mma_wait(0, deps=[o_token])
         mbarrier.arrive(v_ring.empty.index(stage), count=1)
-    finished = finish(m_i, l_i, 0.0, FEATURES)
-    acc_o = acc_o * gl.convert_layout(finished.rescale, ROW)[:, None]
+    rescale, lse = finish(m_i, l_i, 0.0, FEATURES)
+    acc_o = acc_o * gl.convert_layout(rescale, ROW)[:, None]
     q.store(acc_o.to(q.dtype))  # q is read no more
     fence_async_shared()
     out = q.reshape([1, BLOCK_M, D])
     tma_store(out_desc, [gl.program_id(1), m_start, 0], out)
     lse_row = lse_ptr + gl.program_id(1) * seq.lengths.seqlen_q
-    gl.store(lse_row + q_idx, finished.lse, mask=q_idx < seq.lengths.seqlen_q)
+    gl.store(lse_row + q_idx, lse, mask=q_idx < seq.lengths.seqlen_q)
     tma.store_wait(0)
 
 

@@ -46,9 +46,9 @@ def softmax_kernel(
         step = online_step(s_tile, m_i, l_i, exp_scale, MASKED)
         acc = acc * step.alpha + tl.sum(step.p * tl.load(values + columns)[None, :], 1)
         m_i, l_i = step.m_i, step.l_i
-    finished = finish(m_i, l_i, load_sink(optionals, 1, FEATURES), FEATURES)
-    tl.store(out + rows, acc * finished.rescale)
-    tl.store(lse + rows, finished.lse)
+    rescale, row_lse = finish(m_i, l_i, load_sink(optionals, 1, FEATURES), FEATURES)
+    tl.store(out + rows, acc * rescale)
+    tl.store(lse + rows, row_lse)
 
 
 def online(s, values, cuts, sink=None, scale=1.0, masked=True):

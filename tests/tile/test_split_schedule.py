@@ -2,6 +2,8 @@
 long and short sequences both kinds alternate.
 """
 
+from typing import NamedTuple
+
 import pytest
 import torch
 import triton
@@ -13,7 +15,6 @@ from tilewise.testing import interpret
 from tilewise.tile.split_schedule import (
     Hint,
     Share,
-    SplitCall,
     SplitSizes,
     divide_equally,
     find_alternating,
@@ -23,11 +24,19 @@ from tilewise.tile.split_schedule import (
     share_of,
     streams_of,
 )
-from tilewise.tile.types import Numbers
+from tilewise.tile.types import Numbers, Optionals
 
 HEADS, GROUP, ROWS = 2, 4, 128
 NUMBERS = Numbers(1.0, 1.0, 0.0, 0.0, 0, 0)
 FEATURES = features(GROUP=GROUP, SEQUSED_K=True, PACKED=True)
+
+
+class SplitCall(NamedTuple):
+    """What the work depends on, in the place of a kernel's own record."""
+
+    optionals: Optionals
+    sizes: SplitSizes
+    numbers: Numbers
 
 
 @triton.jit

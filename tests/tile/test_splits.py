@@ -51,7 +51,7 @@ def test_the_fold_is_that_of_torch(pieces):
     state = split_kv.empty_state(acc_o[0].double())
     for parts in zip(m_i.double() * LN_2, l_i.double(), acc_o.double()):
         m, total, acc = parts
-        state = split_kv.fold(state, split_kv.State(m.unsqueeze(1), total.unsqueeze(1), acc))
+        state = split_kv.fold(state, split_kv.SplitState(acc, m.unsqueeze(1), total.unsqueeze(1)))
     acc, m, total = folded(acc_o, m_i, l_i)
     torch.testing.assert_close(acc.double(), state.acc_o, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(m.double() * LN_2, state.m_i.squeeze(1), atol=1e-5, rtol=1e-6)

@@ -307,8 +307,8 @@ def flash_attn_combine(
     has_keys = m_i > -torch.inf
     acc_o = acc_o.masked_fill(~has_keys, 0)  # a split without keys may hold anything
     state = split_kv.empty_state(acc_o.new_zeros(acc_o.shape[1:]))
-    for part in zip(m_i, has_keys.to(exact), acc_o):
-        state = split_kv.fold(state, split_kv.State._make(part))
+    for part in zip(acc_o, m_i, has_keys.to(exact)):
+        state = split_kv.fold(state, split_kv.SplitState._make(part))
     merged, lse = split_kv.finish(state)
     if out is not None:
         return out.copy_(merged), lse

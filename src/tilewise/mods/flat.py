@@ -174,10 +174,6 @@ def indices_used(names: Mods) -> frozenset[str]:
 @functools.lru_cache(maxsize=1024)
 def loads_per_pair(names: Mods) -> bool:
     """Whether a mask or score function reads a number of its own for each pair."""
-    positions: dict[Node, frozenset[str]] = {}  # q_idx and k_idx, if a node depends on them
-    for node in (node for name in names[:3] if name for node in nodes_of(lookup(name))):
-        mentioned = {node.op} & {"q_idx", "k_idx"}
-        positions[node] = frozenset(mentioned.union(*(positions[x] for x in node.inputs)))
-        if node.op == "load" and len(positions[node]) == 2:
-            return True
-    return False
+    nodes = (node for name in names[:3] if name for node in nodes_of(lookup(name)))
+    indices = ({x.op for x in nodes_of(load)} for load in nodes if load.op == "load")
+    return any({"q_idx", "k_idx"} <= ops for ops in indices)

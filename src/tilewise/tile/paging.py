@@ -48,10 +48,10 @@ def gather(x: Tensor, page_table: Tensor | None, row: int, first: int, last: int
     """Keys or values [first, last) of a sequence, (last - first, nheads_k, headdim)."""
     if page_table is None:
         return x[row, first:last]
+    if last <= first:
+        return x[:0, 0]
     page_size = x.shape[1]
     start = first // page_size
     pages = page_table[row, start : -(-last // page_size)].clamp(0, max(0, x.shape[0] - 1))
-    if last <= first:
-        return x.new_empty(0, *x.shape[2:])
     rows = x.index_select(0, pages).flatten(0, 1)
     return rows[first - start * page_size : last - start * page_size]

@@ -53,14 +53,8 @@ def byte_of(q_idx, k_idx):
     return q_idx // 8 % 2 * 2 + k_idx % 2
 
 
-class _Side(NamedTuple):
-    """Queries or keys in blocks, which no group crosses."""
-
-    block: int
-    groups: int
-
-
-_QUERIES, _KEYS = _Side(16, 8), _Side(32, 4)
+# Queries and keys in a block, which no group crosses
+_QUERY_BLOCK, _KEY_BLOCK = 16, 32
 
 
 class Stream(NamedTuple):
@@ -119,26 +113,25 @@ def keep_tile(
     One group serves 16 pairs. Starts may be anywhere; multiples of 16 and 32 waste nothing.
     """
     batch, head = (x[..., None, None] if isinstance(x, Tensor) else x for x in (batch, head))
-    group_q = _groups(q_start, rows, side=_QUERIES, device=rng.device)[:, None]
-    group_k = _groups(k_start, columns, side=_KEYS, device=rng.device)
+    group_q = _groups(q_start, rows, _QUERY_BLOCK, query_group, device=rng.device)[:, None]
+    group_k = _groups(k_start, columns, _KEY_BLOCK, key_group, device=rng.device)
     stream = stream_of(rng, batch, head=head)
     drawn = torch.stack(group_words(stream, group_q, group_k=group_k), -1)
     is_kept = drawn.to(torch.int32).view(torch.uint8) >= threshold  # the lowest byte first
+    is_kept = is_kept.unflatten(-1, (4, 2, 2)).view(torch.int16).squeeze(-1)
     # q // 16, q % 8, k // 32, k % 8 // 2, k // 8 % 4, q // 8 % 2, and both k % 2 in one int16
-    is_kept = is_kept.view(*is_kept.shape[:-3], -1, 8, group_k.numel() // 4, 4, 4, 2, 2)
-    is_kept = is_kept.view(torch.int16).squeeze(-1)
-    d = is_kept.dim() - 6
-    is_kept = is_kept.permute(*range(d), d, d + 5, d + 1, d + 2, d + 4, d + 3)
-    is_kept = is_kept.flatten(d, d + 2).flatten(d + 1).view(torch.bool)
-    is_kept = is_kept.narrow(d, q_start % _QUERIES.block, rows)
-    return is_kept.narrow(d + 1, k_start % _KEYS.block, columns)
+    is_kept = is_kept.unflatten(-3, (-1, 4)).unflatten(-5, (-1, 8))
+    is_kept = is_kept.movedim((-1, -2), (-5, -2))
+    is_kept = is_kept.flatten(-6, -4).flatten(-3).view(torch.bool)
+    is_kept = is_kept.narrow(-2, q_start % _QUERY_BLOCK, rows)
+    return is_kept.narrow(-1, k_start % _KEY_BLOCK, columns)
 
 
 def stream_of(rng: Tensor, batch: Tensor | int, head: Tensor | int) -> Stream:
     """The random numbers of a head."""
     seed, offset = rng.unbind()
     batch, head = (x.long() & _WORD if isinstance(x, Tensor) else x for x in (batch, head))
-    return Stream(*philox((batch, head, *_halves(offset)), _halves(seed)))
+    return Stream._make(philox((batch, head, *_halves(offset)), _halves(seed)))
 
 
 def group_words(stream: Stream, group_q: Tensor, group_k: Tensor) -> tuple[Tensor, ...]:
@@ -204,7 +197,7 @@ def _reversed(x: Tensor) -> Tensor:
     return ((x >> 8) & 0x00FF00FF) | ((x & 0x00FF00FF) << 8)
 
 
-def _groups(start: int, length: int, side: _Side, device: torch.device) -> Tensor:
+def _groups(start: int, length: int, block: int, group_of, device: torch.device) -> Tensor:
     """The groups of the blocks that hold [start, start + length)."""
-    first, stop = start // side.block, -(-(start + length) // side.block)
-    return torch.arange(first * side.groups, stop * side.groups, device=device)
+    first, stop = start // block * block, -(-(start + length) // block) * block
+    return torch.arange(group_of(first), group_of(stop), device=device)

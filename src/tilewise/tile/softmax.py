@@ -25,13 +25,6 @@ class SoftmaxStep(NamedTuple):
     alpha: tl.tensor
 
 
-class Finished(NamedTuple):
-    """What a row's accumulator is multiplied by, and its natural log-sum-exp."""
-
-    rescale: tl.tensor
-    lse: tl.tensor
-
-
 @triton.jit
 def online_step(s, m_i, l_i, exp_scale, MASKED: tl.constexpr):
     """One block of scores (rows x keys) into the running maximum and sum."""
@@ -69,7 +62,9 @@ def exponentials(s, m_i, m_new, exp_scale, MASKED: tl.constexpr):
 
 @triton.jit
 def finish(m_i, l_i, sink_log2, FEATURES: tl.constexpr):
-    """The factor 1 / l and the lse. A sink is a logit that joins the softmax without a value."""
+    """The factor 1 / l of what each row accumulated, and its natural lse. A sink is a logit that
+    joins the softmax without a value.
+    """
     TO_LOG2: tl.constexpr = 1.4426950408889634 if FEATURES.NATURAL else 1.0
     rescale = 1.0
     if FEATURES.SINKS:
@@ -85,7 +80,7 @@ def finish(m_i, l_i, sink_log2, FEATURES: tl.constexpr):
         lse = m_i + tl.log2(l_i) * 0.6931471805599453  # ln 2
     else:
         lse = (m_i + tl.log2(l_i)) * 0.6931471805599453
-    return Finished(rescale, tl.where(is_empty, float("-inf"), lse))
+    return rescale, tl.where(is_empty, float("-inf"), lse)
 
 
 @triton.jit

@@ -27,12 +27,12 @@ import torch
 Tensor = torch.Tensor
 
 
-class State(NamedTuple):
-    """The softmax state of rows: maximum, sum, and unnormalised output."""
+class SplitState(NamedTuple):
+    """The softmax state of rows: unnormalised output, maximum (in kernels in base 2), and sum."""
 
+    acc_o: Tensor  # (..., rows, headdim_v)
     m_i: Tensor  # (..., rows, 1)
     l_i: Tensor  # (..., rows, 1)
-    acc_o: Tensor  # (..., rows, headdim_v)
 
 
 def default_split_size(group: int) -> int:
@@ -47,25 +47,26 @@ def pieces(first: int, last: int, split_size: int) -> range:
     return range(first // split_size, -(-last // split_size)) if first < last else range(0)
 
 
-def empty_state(like: Tensor) -> State:
+def empty_state(like: Tensor) -> SplitState:
     """Rows that have seen no key; `like` is their output."""
     m_i = like.new_full((*like.shape[:-1], 1), -math.inf)
-    return State(m_i, torch.zeros_like(m_i), torch.zeros_like(like))
+    return SplitState(torch.zeros_like(like), m_i, l_i=torch.zeros_like(m_i))
 
 
-def fold(left: State, right: State) -> State:
+def fold(left: SplitState, right: SplitState) -> SplitState:
     """Two states over neighbouring keys as one."""
     m_i = torch.maximum(left.m_i, right.m_i)
     shift = m_i.clamp_min(torch.finfo(m_i.dtype).min)  # -inf: neither has seen a key
     alpha, beta = torch.exp(left.m_i - shift), torch.exp(right.m_i - shift)
     l_i = left.l_i * alpha + right.l_i * beta
-    return State(m_i, l_i, acc_o=left.acc_o * alpha + right.acc_o * beta)
+    return SplitState(left.acc_o * alpha + right.acc_o * beta, m_i, l_i=l_i)
 
 
-def finish(state: State, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def finish(state: SplitState, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """`out` and `lse` (..., rows); a sink, (..., rows, 1), is one more key without a value."""
     if sinks is not None:
-        sink = State(sinks, (sinks > -math.inf).to(sinks.dtype), torch.zeros_like(state.acc_o))
+        is_there = (sinks > -math.inf).to(sinks.dtype)
+        sink = SplitState(torch.zeros_like(state.acc_o), sinks, l_i=is_there)
         state = fold(state, sink)
     is_empty = state.l_i == 0
     lse = (state.m_i + state.l_i.log()).masked_fill(is_empty, -math.inf)

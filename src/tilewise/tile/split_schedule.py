@@ -23,7 +23,6 @@ import triton.language as tl
 from .bounds import clamp
 from .seqlen import rows_of
 from .splits import keys_seen
-from .types import Numbers, Optionals
 
 GROUP = tl.constexpr(32)  # sequences that are looked at together: the lanes of a warp
 PARTS_A_PROGRAM = tl.constexpr(2)  # of equal parts: more write more states, fewer end less evenly
@@ -52,14 +51,6 @@ class SplitSizes(NamedTuple):
     batch: int
     split_size: int
     room: int  # queries, each times its pieces, whose partial states there is memory for
-
-
-class SplitCall(NamedTuple):
-    """What the work depends on."""
-
-    optionals: Optionals
-    sizes: SplitSizes
-    numbers: Numbers
 
 
 class SplitSequence(NamedTuple):

@@ -7,13 +7,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-
-class SplitState(NamedTuple):
-    """The state of rows in the loop over keys: unnormalised output, maximum and sum."""
-
-    acc_o: tl.tensor  # (BLOCK_M, BLOCK_DV)
-    m_i: tl.tensor  # (BLOCK_M,), base 2
-    l_i: tl.tensor
+from .split_kv import SplitState
 
 
 class SeenKeys(NamedTuple):

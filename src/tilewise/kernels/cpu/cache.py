@@ -26,7 +26,7 @@ from ...problem import Extras
 from ...tile import predicates
 from ...tile.paging import batch_of, gather, lengths_of, queries_of
 from ...tile.quantize import by_row, of_sequence
-from ...tile.split_kv import State, empty_state, pieces
+from ...tile.split_kv import SplitState, empty_state, pieces
 from ..common.cached import Cached, lse_by_query
 from .cache_rows import CacheRows, Memory, Rows
 from .dense import of_heads
@@ -145,7 +145,7 @@ def _tiles(sequence: CachedSequence, queries: Tensor, dtype: torch.dtype) -> Ite
 
 
 def _store(
-    sequence: CachedSequence, tile: TokenTile, state: State, outs: Tensor, lses: Tensor
+    sequence: CachedSequence, tile: TokenTile, state: SplitState, outs: Tensor, lses: Tensor
 ) -> None:
     """The rows of a tile to (seqlen_q, nheads, ...)."""
     tokens = tile.stop - tile.start
@@ -158,12 +158,12 @@ def _store(
         target[rows].unflatten(1, x.shape[1:3]).copy_(x)
 
 
-def _attend(sequence: CachedSequence, tile: TokenTile, memory: Memory) -> State:
+def _attend(sequence: CachedSequence, tile: TokenTile, memory: Memory) -> SplitState:
     """The state of a tile after all keys."""
     states = [_chunk(sequence, tile, chunk, memory) for chunk in _chunks(sequence, tile)]
     if not states:
         return empty_state(tile.q.new_zeros(*tile.q.shape[:2], sequence.cached.v.shape[3]))
-    return _fold(State._make(map(torch.cat, zip(*states))))
+    return _fold(SplitState._make(map(torch.cat, zip(*states))))
 
 
 def _chunks(sequence: CachedSequence, tile: TokenTile) -> Iterator[Chunk]:
@@ -194,7 +194,7 @@ def _spans(sequence: CachedSequence, first: int, last: int) -> Iterator[Chunk]:
             yield Chunk(max(a, first), min(a + sequence.span, stop), 1, max(0, first - a))
 
 
-def _chunk(sequence: CachedSequence, tile: TokenTile, chunk: Chunk, memory: Memory) -> State:
+def _chunk(sequence: CachedSequence, tile: TokenTile, chunk: Chunk, memory: Memory) -> SplitState:
     """The states of a tile after each span of a chunk, (spans, nheads_k, rows, ...)."""
     cached = sequence.cached
     shape = chunk.spans, *tile.q.shape[:2], chunk.n
@@ -213,7 +213,7 @@ def _chunk(sequence: CachedSequence, tile: TokenTile, chunk: Chunk, memory: Memo
         s.mul_(scale)
     rows = sequence.v.load(chunk.first, chunk.last, memory)
     acc_o = weighted_sums(s.view(-1, chunk.n), rows.matrix, columns=_columns(rows, shape))
-    return State(m_i, l_i, acc_o=acc_o.view(*shape[:3], -1))
+    return SplitState(acc_o.view(*shape[:3], -1), m_i, l_i=l_i)
 
 
 def _scores(
@@ -251,7 +251,7 @@ def _scales(sequence: CachedSequence, scale: Tensor | None, chunk: Chunk) -> Ten
     return rows.transpose(1, 2).unsqueeze(2)
 
 
-def _fold(state: State) -> State:
+def _fold(state: SplitState) -> SplitState:
     """The states of spans (spans, nheads_k, rows, ...) as one."""
     m_i = state.m_i.amax(0)
     shift = m_i.clamp_min(torch.finfo(m_i.dtype).min)  # -inf: the row sees no key
@@ -261,7 +261,7 @@ def _fold(state: State) -> State:
     columns = columns.view(spans, -1).T.contiguous()
     x = torch.cat((state.acc_o, state.l_i), -1).flatten(0, 2)
     sums = weighted_sums(weights, x, columns=columns).view(nheads_k, rows, -1)
-    return State(m_i, sums[..., -1:], acc_o=sums[..., :-1])
+    return SplitState(sums[..., :-1], m_i, l_i=sums[..., -1:])
 
 
 def _modify(s: Tensor, sequence: CachedSequence, tile: TokenTile, chunk: Chunk) -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from ...problem import Extras, Grads, Scalars
-from ...tile.split_kv import State, finish
+from ...tile.split_kv import SplitState, finish
 from .tiles import Chunk
 
 Tensor = torch.Tensor
@@ -65,7 +65,7 @@ def first_state(x: Chunk, q: Tensor) -> tuple[Tensor, Tensor]:
     return m_i, (m_i > -math.inf).to(q.dtype)
 
 
-def finish_tile(state: State, extras: Extras, tokens: int) -> tuple[Tensor, Tensor]:
+def finish_tile(state: SplitState, extras: Extras, tokens: int) -> tuple[Tensor, Tensor]:
     """`out` and `lse` of rows (group, tokens) after all keys; extras are those of heads."""
     if extras.sinks is None:
         return finish(state)

@@ -379,8 +379,9 @@ def store(
 ):  # fmt: skip
     """Normalises, and writes COLUMNS of the rows that are queries; of the first, lse too."""
     head = rows.head
-    finished = finish(state.m_i, state.l_i, load_sink(optionals, head, FEATURES), FEATURES)
-    acc_o = state.acc_o * finished.rescale[:, None]
+    sink = load_sink(optionals, head, FEATURES)
+    rescale, row_lse = finish(state.m_i, state.l_i, sink, FEATURES)
+    acc_o = state.acc_o * rescale[:, None]
     if cache.v_scale is not None:
         acc_o = acc_o * v_sequence_scale(cache, rows)
     columns = column + tl.arange(0, COLUMNS)
@@ -390,4 +391,4 @@ def store(
     tl.store(row + columns[None, :], acc_o.to(out.ptr.dtype.element_ty), mask=inside)
     nheads = sizes.nheads * FEATURES.GROUP
     offsets = (rows.batch_q.to(tl.int64) * nheads + head) * sizes.seqlen_q + rows.query
-    tl.store(lse + offsets, finished.lse, mask=rows.is_query & (column == 0))
+    tl.store(lse + offsets, row_lse, mask=rows.is_query & (column == 0))

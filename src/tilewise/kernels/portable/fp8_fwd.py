@@ -112,14 +112,14 @@ def fp8_fwd_kernel(
                 state, q_tile, k_rows, v_rows, n_start, m_start, seq, FEATURES, TILE, True
             )
 
-    finished = finish(state.m_i, state.l_i, load_sink(optionals, head, FEATURES), FEATURES)
+    sink = load_sink(optionals, head, FEATURES)
+    rescale, row_lse = finish(state.m_i, state.l_i, sink, FEATURES)
     v_scale = load_number(quantization.v, sequence, head_k)
-    acc_o = state.acc_o * (finished.rescale * v_scale)[:, None]
+    acc_o = state.acc_o * (rescale * v_scale)[:, None]
     if quantization.v_mean is not None:
         # What of the row's softmax is not the sink: 0 without keys
-        share = state.l_i * finished.rescale
+        share = state.l_i * rescale
         acc_o += share[:, None] * load_mean(quantization.v_mean, sequence, head_k, DV, BLOCK_DV)
-    row_lse = finished.lse
     if FEATURES.PACKED:  # rows that are not used
         acc_o = tl.where((q_idx < seqlen_q)[:, None], acc_o, 0.0)
         row_lse = tl.where(q_idx < seqlen_q, row_lse, float("-inf"))

@@ -65,9 +65,9 @@ def attn_fwd_kernel(
         n_start = full_block(blocks, i, SPLIT) * BLOCK_N
         state = attend(state, q_tile, k_rows, v_rows, n_start, m_start, seq, FEATURES, TILE, PADDED)
 
-    finished = finish(state.m_i, state.l_i, load_sink(optionals, head, FEATURES), FEATURES)
-    acc_o = state.acc_o * (finished.rescale * numbers.dropout_factor)[:, None]
-    row_lse = finished.lse
+    sink = load_sink(optionals, head, FEATURES)
+    rescale, row_lse = finish(state.m_i, state.l_i, sink, FEATURES)
+    acc_o = state.acc_o * (rescale * numbers.dropout_factor)[:, None]
     if FEATURES.PACKED:  # rows that are not used
         acc_o = tl.where((q_idx < seqlen_q)[:, None], acc_o, 0.0)
         row_lse = tl.where(q_idx < seqlen_q, row_lse, float("-inf"))

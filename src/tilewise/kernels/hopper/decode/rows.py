@@ -60,8 +60,8 @@ def begins_of(x, work, rows, FEATURES: gl.constexpr):
 def write_rows(work, state, rows, columns, has_lse, output, call, FEATURES: gl.constexpr):
     """Columns of rows, and their lse."""
     sink = load_sink(call.optionals, rows.head, FEATURES=FEATURES)
-    finished = finish(state.m_i, state.l_i, sink_log2=sink, FEATURES=FEATURES)
-    out = state.acc_o * finished.rescale[:, None]
+    rescale, lse = finish(state.m_i, state.l_i, sink_log2=sink, FEATURES=FEATURES)
+    out = state.acc_o * rescale[:, None]
     if call.scales.v is not None:
         out = out * v_sequence_scale(work, call.scales)
     out = out.to(output.out.ptr.dtype.element_ty)
@@ -72,7 +72,7 @@ def write_rows(work, state, rows, columns, has_lse, output, call, FEATURES: gl.c
     nheads = call.sizes.nheads * FEATURES.GROUP
     row = (gl.to_tensor(batch).to(gl.int64) * nheads + rows.head) * call.sizes.seqlen_q
     ptrs = output.lse + (row + work.first_q + rows.token)
-    gl.store(ptrs, finished.lse, mask=rows.is_query & has_lse)
+    gl.store(ptrs, lse, mask=rows.is_query & has_lse)
 
 
 @gluon.jit

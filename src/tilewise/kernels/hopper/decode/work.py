@@ -35,7 +35,7 @@ class Counters(NamedTuple):
 
 
 class DecodeCall(NamedTuple):
-    """What partitions ask: a `SplitCall`, and the scales of the cache."""
+    """What partitions ask, `tile.split_schedule` among them."""
 
     optionals: Optionals
     sizes: SplitSizes

@@ -101,21 +101,21 @@ def finish_rows(
     """Stores the lse of 64 rows. Returns their queries, and 1 / l."""
     rows = WG * 64 + gl.arange(0, 64, m_i.type.layout)
     heads = head_of_row(work.head, rows, FEATURES=FEATURES, TILE=TILE)
-    finished = finish(m_i, l_i, load_sink(call.optionals, heads, FEATURES), FEATURES)
+    sink = load_sink(call.optionals, heads, FEATURES)
+    rescale, lse = finish(m_i, l_i, sink, FEATURES)
 
     q_idx = query_of_row(work.start, rows, TILE=TILE)
     exists = q_idx < rows_in(work, call, FEATURES=FEATURES)
     if TILE.PACK > 1:
         exists = exists & (rows % TILE.PACK < FEATURES.GROUP)
     batch, first_q = place_in(work, FEATURES)
-    lse = finished.lse
     if FEATURES.NATURAL:
         lse -= rounded_off(m_i, 1.4426950408889634) * 0.6931471805599453  # log2(e), ln 2
     if FEATURES.PACKED:  # rows that are not used
         lse = gl.where(q_idx < work.seqlen_q, lse, float("-inf"))
     row = (gl.to_tensor(batch).to(gl.int64) * call.sizes.nheads + heads) * call.sizes.seqlen_q
     gl.store(output.lse + (row + first_q + q_idx), lse, mask=exists)
-    return q_idx, finished.rescale
+    return q_idx, rescale
 
 
 @gluon.jit

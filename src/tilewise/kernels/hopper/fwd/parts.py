@@ -93,15 +93,16 @@ def fold_parts_kernel(
     exists = q_idx < sizes.seqlen_q
     if TILE.PACK > 1:
         exists = exists & (row % TILE.PACK < FEATURES.GROUP)
-    finished = finish(state.m_i, state.l_i, load_sink(optionals, heads, FEATURES), FEATURES)
+    sink = load_sink(optionals, heads, FEATURES)
+    rescale, row_lse = finish(state.m_i, state.l_i, sink, FEATURES)
     batch = gl.to_tensor(batch).to(gl.int64)
     begins = batch * out.batch + q_idx.to(gl.int64) * out.row + heads.to(gl.int64) * out.head
     columns = gl.arange(0, TILE.BLOCK_DV, column_of(LAYOUT))
     inside = exists[:, None] & (columns < FEATURES.HEADDIM_V)[None, :]
-    rounded = (state.acc_o * finished.rescale[:, None]).to(out.ptr.dtype.element_ty)
+    rounded = (state.acc_o * rescale[:, None]).to(out.ptr.dtype.element_ty)
     gl.store(out.ptr + begins[:, None] + columns[None, :], rounded, mask=inside)
     place = (batch * sizes.nheads + heads) * sizes.seqlen_q + q_idx
-    gl.store(lse + place, finished.lse, mask=exists)
+    gl.store(lse + place, row_lse, mask=exists)
 
 
 @gluon.jit
