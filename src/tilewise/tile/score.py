@@ -17,6 +17,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from .types import Numbers
+
 
 class Score(NamedTuple):
     """A tile of scores, before `exp_scale`, and its derivative by the scaled product."""
@@ -57,6 +59,21 @@ def exp_scale(seq, FEATURES: tl.constexpr):
         return seq.numbers.softcap_log2
     else:
         return seq.numbers.scale_log2
+
+
+@triton.jit
+def in_units(numbers, unit):
+    """The numbers of scores whose products lack a positive factor."""
+    return Numbers(
+        numbers.scale * unit,
+        numbers.scale_log2 * unit,
+        numbers.softcap_log2,
+        numbers.scale_over_softcap * unit,
+        numbers.left,
+        numbers.right,
+        numbers.dropout_threshold,
+        numbers.dropout_factor,
+    )
 
 
 @triton.jit

@@ -14,9 +14,10 @@ import triton.language as tl
 from ...tile.bounds import key_blocks
 from ...tile.fp8 import unit_of
 from ...tile.schedule import find_query_tile
+from ...tile.score import in_units
 from ...tile.seqlen import modifiers_of, offsets_of, sequence_of
 from ...tile.softmax import finish, load_sink
-from ...tile.types import Numbers, Strided
+from ...tile.types import Strided
 from ..common.io import from_row, load_once, open_rows, row_stats, store_rows
 from .fp8_order import first_column
 from .fp8_step import attend_fp8, operand
@@ -126,21 +127,6 @@ def fp8_fwd_kernel(
     store_rows(out, batch, head, acc_o, m_start, offsets.rows_q, BLOCK_M, DV, BLOCK_DV)
     lse_row = row_stats(lse, batch, head, sizes) + offsets.first_q
     tl.store(lse_row + q_idx, row_lse, mask=q_idx < offsets.rows_q)
-
-
-@triton.jit
-def in_units(numbers, unit):
-    """The numbers of scores for a product that lacks a factor."""
-    return Numbers(
-        numbers.scale * unit,
-        numbers.scale_log2 * unit,
-        numbers.softcap_log2,
-        numbers.scale_over_softcap * unit,
-        numbers.left,
-        numbers.right,
-        numbers.dropout_threshold,
-        numbers.dropout_factor,
-    )
 
 
 @triton.jit

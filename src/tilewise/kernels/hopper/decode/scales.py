@@ -8,8 +8,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from ....tile.types import Numbers
-
 
 class Scales(NamedTuple):
     """The scales of keys and of values, fp32, and their strides, over sequences, or over pages if
@@ -75,21 +73,6 @@ def sequence_scale(work, ptr, batch_stride, row_stride, head_stride):
     else:
         ptrs = ptr + work.batch.to(gl.int64) * batch_stride + work.head_k * head_stride
         return gl.load(ptrs, mask=work.seqlen_k > 0, other=1.0)
-
-
-@gluon.jit
-def times_scale(numbers, factor):
-    """The numbers of scores whose keys are times a positive factor."""
-    return Numbers(
-        numbers.scale * factor,
-        numbers.scale_log2 * factor,
-        numbers.softcap_log2,
-        numbers.scale_over_softcap * factor,
-        numbers.left,
-        numbers.right,
-        numbers.dropout_threshold,
-        numbers.dropout_factor,
-    )
 
 
 @gluon.jit

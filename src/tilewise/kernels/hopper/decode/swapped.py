@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ....tile.score import exp_scale
+from ....tile.score import exp_scale, in_units
 from ....tile.softmax import exponentials
 from ....tile.splits import SplitState, piece_keys
 from ..layouts import accumulator, column_of, numbers_of_warps, row_of, transposed_accumulator
@@ -27,7 +27,6 @@ from ..rescale import lagging_max
 from .eight_bits import in_order, interleaved_accumulator, key_operand, value_operand
 from .piece import open_piece, scores_of, wait_values
 from .row_sums import add_sums, sums_of_threads, sums_of_warps, whole_sums
-from .scales import times_scale
 
 
 @gluon.jit
@@ -43,7 +42,7 @@ def attend_piece_swapped(
     O_LAYOUT: gl.constexpr = output_layout(M, DV, cache=TILE.CACHE)
     numbers = call.numbers
     if call.scales.k is not None and call.scales.k_row is None:
-        numbers = times_scale(numbers, gl.where(k_scale > 0.0, k_scale, 1.0))
+        numbers = in_units(numbers, gl.where(k_scale > 0.0, k_scale, 1.0))
     # K and V^T are both in registers else, for which these leave no room
     IN_TURN: gl.constexpr = TILE.CACHE != "" and M > (8 if DV > 128 else 32)
     tile = open_piece(work, numbers, call, modifiers, S_LAYOUT, FEATURES, TILE)

@@ -30,9 +30,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ....tile.fp8 import unit_of
-from ....tile.score import exp_scale
+from ....tile.score import exp_scale, in_units
 from ....tile.seqlen import modifiers_of
-from ....tile.types import Lengths, Numbers, Sequence
+from ....tile.types import Lengths, Sequence
 from ...common.quantized import TWO_LEVELS
 from ..layouts import accumulator, column_of, fp8_accumulator, row_of
 from ..operands import row_factor, whole_sums
@@ -283,19 +283,6 @@ def load_unit(work, scales, FEATURES: gl.constexpr, TILE: gl.constexpr):
     is_tile = work.start != END
     q_scale = gl.load(scales.q + offset, mask=is_tile, other=0.0)
     return unit_of(q_scale, gl.load(scales.k + offset, mask=is_tile, other=0.0))
-
-
-@gluon.jit
-def in_units(numbers, unit):
-    """A call's numbers with `unit` in its scale."""
-    return Numbers(
-        numbers.scale * unit,
-        numbers.scale_log2 * unit,
-        numbers.softcap_log2,
-        numbers.scale_over_softcap * unit,
-        numbers.left,
-        numbers.right,
-    )
 
 
 @gluon.jit
