@@ -7,24 +7,24 @@ only by a commit that says what it adds and why; the others never.
 import pytest
 from helpers.counters import count
 
-AT_LEAST = {"arguments by keyword, percent": 17.7}
+AT_LEAST = {"arguments by keyword, percent": 17.8}
 AT_MOST = {
     # Sizes
-    "lines": 50_665,
-    "files that name softcap": 43,
+    "lines": 50_616,
+    "files that name softcap": 40,
     "files that name sinks": 49,
     "files attention() imports": 40,
     "lines attention() imports": 5_572,
     # One record, one dispatcher, one file of checks, one way to launch
     "records per 1,000 lines, host": 3.99,
-    "records per 1,000 lines, device": 6.94,
+    "records per 1,000 lines, device": 6.83,
     "records built at one place, host": 26,
-    "records built at one place, device": 60,
+    "records built at one place, device": 58,
     "launching classes": 4,
     "dispatchers": 1,
     "check files": 6,
     # Plain English
-    "calls with *x per 1,000 lines": 5.41,
+    "calls with *x per 1,000 lines": 5.30,
     "calls with a tuple's *": 0,
     "vague locals": 33,
     "docstrings without a subject": 0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -10,13 +11,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...problem import Problem
-from ...tile.types import Strided
+from ...tile.types import Features, Strided
 from ..common.arguments import strided
 from .padded import UNIT
 
 Tensor = torch.Tensor
 BILLION = 2**30  # rows that a ragged descriptor has
 MAX_ROWS = 0x7FFF0000  # of a dimension whose coordinates are not checked
+OF_QUERIES = "stats_desc", "bias_desc", "dbias_desc"
 GL_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 
 
@@ -30,6 +32,25 @@ class DescriptorFields(NamedTuple):
     layout: Any
     padding: str = "zero"
     round_f32_to_tf32: bool = False  # Triton 3.8 and later ask
+
+
+class Plan(NamedTuple):
+    """What a `Problem` selects: a kernel's constants, and the arguments `block` and `layout` of its
+    descriptors, by operand.
+    """
+
+    features: Features
+    tile: Any
+    blocks: dict[str, dict[str, Any]]
+
+
+def in_shared(dtypes: Mapping[str, Any], blocks: Mapping[str, list[int]]) -> dict[str, dict]:
+    """Blocks of descriptors with their layouts in shared memory, of elements of these types."""
+    layout_of = gl.NVMMASharedLayout.get_default_for
+    return {
+        name: dict(block=block, layout=layout_of(block, dtypes[name]))
+        for name, block in blocks.items()
+    }
 
 
 def by_head(x: Tensor, block: list[int], layout: Any) -> DescriptorFields:
@@ -83,11 +104,6 @@ def flat(x: Any) -> Tensor:
     return x.as_strided(shape, (*x.stride()[:2], UNIT, 1))
 
 
-def in_blocks(x: Tensor, block: list[int], layout: Any) -> DescriptorFields:
-    """A tensor for blocks of the backward, of which ragged ones have a dimension more."""
-    return (ragged_by_head if len(block) == 5 else by_head)(x, block, layout)
-
-
 def is_in_steps(x: Tensor) -> bool:
     """Whether its batches are a whole number of heads apart, as `ragged_by_head` needs them."""
     batch, _, heads, _ = x.shape
@@ -97,7 +113,7 @@ def is_in_steps(x: Tensor) -> bool:
 
 def descriptors(
     problem: Problem,
-    plan: Any,
+    plan: Plan,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -112,35 +128,30 @@ def descriptors(
 
     Out is none where its rows are no whole number of 16 bytes.
     """
-    is_copied = plan.tile.BIAS_COPIED and bias is not None
+    blocks, is_copied = plan.blocks, plan.tile.BIAS_COPIED and bias is not None
     of_keys = ragged_by_head if is_ragged(problem) else by_head
     queries = functools.partial(of_queries, group=problem.group)
     of_out = ragged_by_head if problem.is_packed else queries
     is_whole = problem.headdim_v % UNIT == 0
     return (
-        queries(q, plan.q_block, plan.layouts[0]),
-        of_keys(k, plan.k_block, plan.layouts[1]),
-        of_keys(flat(v) if plan.tile.V_FLAT else v, plan.v_block, plan.layouts[2]),
-        of_out(out, plan.out_block, plan.layouts[3]) if is_whole else strided(out),
-        by_head(bias.transpose(1, 2), plan.bias_block, plan.layouts[4]) if is_copied else None,
+        queries(q, **blocks["q"]),
+        of_keys(k, **blocks["k"]),
+        of_keys(flat(v) if plan.tile.V_FLAT else v, **blocks["v"]),
+        of_out(out, **blocks["out"]) if is_whole else strided(out),
+        by_head(bias.transpose(1, 2), **blocks["bias"]) if is_copied else None,
     )
 
 
-def of_backward(
-    plan: Any, q, dout, k, v, stats, dk, dv, *of_pairs: Tensor
-) -> list[DescriptorFields]:
-    """The tensors of the backward for the blocks of its plan, in the order of these. `of_pairs` are
-    of every query and key, (batch, nheads, seqlen_q, seqlen_k): the bias, its gradient.
+def of_backward(plan: Plan, tensors: Mapping[str, Any]) -> dict[str, DescriptorFields]:
+    """Tensors of the backward, by the names of its plan's blocks, of which ragged ones have a
+    dimension more. Of each query or pair, (batch, nheads, rows, columns), are OF_QUERIES.
     """
-    tensors = q, dout, k, v, stats, dk, dv, *(x.transpose(1, 2) for x in of_pairs)
-    described = [
-        in_blocks(x, block, layout=layout)
-        for x, block, layout in zip(tensors, plan.blocks, plan.layouts)
-        if x is not stats
-    ]
-    block, layout = plan.blocks[4], plan.layouts[4]
-    of_stats = DescriptorFields(stats, [*stats.shape], [*stats.stride()], block, layout)
-    return [*described[:4], of_stats, *described[4:]]
+    described = {}
+    for name, x in tensors.items():
+        of_rows = ragged_by_head if len(plan.blocks[name]["block"]) == 5 else by_head
+        x = x.transpose(1, 2) if name in OF_QUERIES else x
+        described[name] = of_rows(x, **plan.blocks[name])
+    return described
 
 
 def is_ragged(problem: Problem) -> bool:

@@ -54,6 +54,7 @@ class Kernels:
         self.numbers = numbers_of(scalars, q, k)
         self.shared = dict(optionals=self.optionals, sizes=self.sizes, numbers=self.numbers)
         tile, m_blocks = self.plan.tile, padded_blocks(problem, self.sizes)
+        self.rows = Tile(ROWS, 16, tile.BLOCK_D, tile.BLOCK_DV, False)  # of the kernels around it
         heads = tuple(lse.shape[:2])
         self.padded, self.tiles = m_blocks * ROWS, heads[0] * heads[1] * m_blocks
         self.dq = work.add("accumulated", (*heads, self.padded, tile.BLOCK_D))
@@ -78,7 +79,7 @@ class Kernels:
     def rest(self) -> program.Launch:
         """What the lse of large scores has lost."""
         q, k, v, lse = self.saved.q, self.saved.k, self.saved.v, self.saved.lse
-        tile = self.plan.edge._replace(BLOCK_M=64, BLOCK_N=64)  # no larger than a block mask's
+        tile = self.rows._replace(BLOCK_M=64, BLOCK_N=64)  # no larger than a block mask's
         blocks = triton.cdiv(q.shape[1], tile.BLOCK_M) + self.sizes.packed
         args = dict(q=strided(q), k=strided(k), v=strided(v), lse=lse, rest=self.lost)
         constants = dict(FEATURES=self.plan.features, TILE=tile)
@@ -108,15 +109,14 @@ class Kernels:
     def main(self) -> program.Launch:
         """All gradients but dQ, which is accumulated."""
         plan, saved, grads = self.plan, self.saved, self.grads
-        tensors: list[Any] = [saved.q, self.dout, saved.k, saved.v, self.stats, grads.dk, grads.dv]
-        names = ["q_desc", "do_desc", "k_desc", "v_desc", "stats_desc", "dk_desc", "dv_desc"]
+        inputs = dict(q_desc=saved.q, do_desc=self.dout, k_desc=saved.k, v_desc=saved.v)
+        args: dict[str, Any] = of_backward(plan, inputs | dict(stats_desc=self.stats))
+        args |= dict(dq=self.dq, dq_semaphore=self.semaphore)
+        args |= of_backward(plan, dict(dk_desc=grads.dk, dv_desc=grads.dv))
         pairs = dict(bias_desc=self.extras.bias, dbias_desc=self.target)
-        pairs = {name: x for name, x in pairs.items() if x is not None and plan.tile.BIAS_COPIED}
-        described = of_backward(plan, *tensors, *pairs.values())
-        args: dict[str, Any] = dict(zip([*names, *pairs], described))
-        by_key = {name: args.pop(name) for name in ("dk_desc", "dv_desc")}
-        by_pair = {name: args.pop(name, None) for name in ("bias_desc", "dbias_desc")}
-        args |= dict(dq=self.dq, dq_semaphore=self.semaphore) | by_key | by_pair
+        args |= dict.fromkeys(pairs)
+        if plan.tile.BIAS_COPIED:
+            args |= of_backward(plan, {name: x for name, x in pairs.items() if x is not None})
         # Batch strides of k and v, in heads: see `ragged_by_head`
         args |= dict(heads_per_batch=(ragged_steps(saved.k)[2], ragged_steps(saved.v)[2]))
         queue = queue_of(self.problem, plan.tile.BLOCK_N, saved.q, saved.k, self.sizes)
@@ -138,7 +138,7 @@ class Kernels:
     def bias(self) -> program.Launch:
         """The gradient of the bias, by a kernel of its own; of no programs where it is empty."""
         q, k, v, dbias = self.saved.q, self.saved.k, self.saved.v, self.grads.dbias
-        tile = Tile(64, 64, self.plan.tile.BLOCK_D, self.plan.tile.BLOCK_DV, False)
+        tile = self.rows._replace(BLOCK_M=64, BLOCK_N=64)
         sharing, programs = sharing_of(dbias, q, k, tile)
         args = dict(q=strided(q), k=strided(k), v=strided(v), dout=strided(self.dout))
         args |= dict(dbias=bias_of(dbias), stats=(self.saved.lse, self.delta, None))
@@ -151,7 +151,7 @@ class Kernels:
 
     def over_rows(self, kernel: Any, args: dict[str, Any]) -> program.Launch:
         """A kernel before or after that of the gradients, over tiles of ROWS queries."""
-        edge = self.plan.edge
-        options = dict(num_warps=16 if max(edge.BLOCK_D, edge.BLOCK_DV) > 128 else 8)
-        constants = dict(FEATURES=self.plan.features, TILE=edge)
+        tile = self.rows
+        options = dict(num_warps=16 if max(tile.BLOCK_D, tile.BLOCK_DV) > 128 else 8)
+        constants = dict(FEATURES=self.plan.features, TILE=tile)
         return checked(program.Launch(kernel, self.tiles, args, constants, options))

@@ -70,7 +70,7 @@ def value_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.const
         for i in range(blocks):
             visited = block_at(block, queries.metadata, step=step, TILE=TILE)
             before = block_behind(block, queries.metadata, step, work, FEATURES, TILE)
-            wait_full(score_buffers.ds, state_of(step - 1), pred=i > 0)
+            wait_full(score_buffers, state_of(step - 1), pred=i > 0)
             k_smem = only_stage(rings.keys.k, step)
             if not HAS_DERIVATIVE:  # its derivative needs the registers
                 pending_dq = multiply_keys(score_buffers.ds, step - 1, k_smem, no_dq, 0)
@@ -106,7 +106,7 @@ def value_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.const
             s = warpgroup_mma_wait(0, deps=[pending_s])
         if is_seen:
             before = block_behind(block, queries.metadata, step, work, FEATURES, TILE)
-            wait_full(score_buffers.ds, state_of(step - 1))
+            wait_full(score_buffers, state_of(step - 1))
             wait_to_add(rings.add_barriers, step - 1, TILE=TILE)
             for part in gl.static_range(2):
                 k_smem = only_stage(rings.keys.k, step)
@@ -160,9 +160,9 @@ def key_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.constex
             if FEATURES.DROPOUT:
                 minus_delta = load_row(queries.minus_delta, step, like=no_scores)
             ds = marked_gradient(p, dp, minus_delta=minus_delta, FEATURES=FEATURES).to(dtype)
-            score_buffers.ds.buffers.index(step & 1).store(ds)
+            score_buffers.ds.index(step & 1).store(ds)
             fence_async_shared()  # makes the threads' stores visible to wgmma
-            mbarrier.arrive(score_buffers.ds.full.index(step & 1), count=1)
+            mbarrier.arrive(score_buffers.full.index(step & 1), count=1)
             left = gl.convert_layout(ds, left_operand(K_LAYOUT))
             pending_dk = warpgroup_mma(left, queries.q.index(step & 1), dk, is_async=True)
             dq = warpgroup_mma_wait(1, deps=[pending_dq])
@@ -240,10 +240,10 @@ def multiply_rows(keys, queries, first, HAS_FIRST: gl.constexpr, TRIM: gl.conste
 
 
 @gluon.jit
-def multiply_keys(ring, step, k_smem, no_dq, PART: gl.constexpr):
+def multiply_keys(ds, step, k_smem, no_dq, PART: gl.constexpr):
     """Starts dQ = dS K: one part of its columns."""
     C: gl.constexpr = no_dq.shape[1]
-    left = ring.buffers.index(step & 1).permute((1, 0))
+    left = ds.index(step & 1).permute((1, 0))
     right = k_smem.slice(PART * C, C, 1)
     return warpgroup_mma(left, right, no_dq, use_acc=False, is_async=True)
 

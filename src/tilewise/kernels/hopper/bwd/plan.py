@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import triton
 from triton.experimental.gluon import language as gl
 
 from ....problem import NO_MODS, Problem, Scalars
 from ....tile.seqlen import padded_row
-from ....tile.types import Features, KeyPipeline, Sizes, Tile
+from ....tile.types import KeyPipeline, Sizes
 from ...common.arguments import features_of
 from ..bias_memory import has_tiles
-from ..descriptors import GL_DTYPES, is_in_steps
+from ..descriptors import GL_DTYPES, Plan, in_shared, is_in_steps
 from . import work_tile
 from .bias_pairs import SUMMED, sums_of, way_of
 
 ROWS = work_tile.ROWS.value  # of a tile of the kernels before and after: a multiple of BLOCK_M
 TINY = 1e-30  # a scale under this is no divisor
-
-
-class Plan(NamedTuple):
-    """What a `Problem` selects: the kernels' constants and the blocks of the descriptors."""
-
-    features: Features
-    tile: KeyPipeline
-    edge: Tile  # of the kernels before and after
-    blocks: tuple[list[int], ...]  # of q, dout, k, v, stats, dk, dv, the bias and its gradient
-    layouts: tuple[Any, ...]  # of these blocks in shared memory
 
 
 def plan_of(
@@ -67,24 +57,22 @@ def plan_of(
     before_keys = [1, 1, 1] if is_ragged else [1, 1]
     exact = problem.has_fp32_key_grads
     halves = 2 if exact else 1  # through a staging buffer of as many bytes
-    blocks = (
-        [*before, m, block_d],
-        [*before, m, block_dv],
-        [*before_keys, n, block_d],
-        [*before_keys, n, block_dv],
-        [1, 1, 1, m],
-        [*before, 64, block_d // halves],
-        [*before, 64, block_dv // halves],
-        [1, 1, m, 64],
-        [1, 1, m, 64],
+    blocks = dict(
+        q_desc=[*before, m, block_d],
+        do_desc=[*before, m, block_dv],
+        k_desc=[*before_keys, n, block_d],
+        v_desc=[*before_keys, n, block_dv],
+        stats_desc=[1, 1, 1, m],
+        dk_desc=[*before, 64, block_d // halves],
+        dv_desc=[*before, 64, block_dv // halves],
+        bias_desc=[1, 1, m, 64],
+        dbias_desc=[1, 1, m, 64],
     )
-    element = GL_DTYPES[problem.dtype]
-    of_grads = gl.float32 if exact else element
-    kinds = (*[element] * 4, gl.float32, of_grads, of_grads, element, element)
-    layouts = tuple(map(gl.NVMMASharedLayout.get_default_for, blocks, kinds))
+    dtypes = dict.fromkeys(blocks, GL_DTYPES[problem.dtype]) | dict(stats_desc=gl.float32)
+    if exact:
+        dtypes |= dict(dk_desc=gl.float32, dv_desc=gl.float32)
     features = features_of(problem, has_fast_tanh=True)
-    edge = Tile(ROWS, 16, block_d, block_dv, False)
-    return Plan(features, tile, edge, blocks, layouts)
+    return Plan(features, tile, in_shared(dtypes, blocks))
 
 
 def plan_for(

@@ -10,13 +10,6 @@ from ..layouts import shared
 from ..pipeline import make_barrier
 
 
-class Gradients(NamedTuple):
-    """dS^T of two blocks, (2, BLOCK_N, BLOCK_M)."""
-
-    buffers: gl.shared_memory_descriptor
-    full: gl.shared_memory_descriptor
-
-
 class WideScoreBuffers(NamedTuple):
     """Buffers that one warpgroup writes and the other reads.
 
@@ -27,7 +20,8 @@ class WideScoreBuffers(NamedTuple):
 
     p: gl.shared_memory_descriptor  # (BLOCK_N * BLOCK_M,), fp32, in the order of registers
     p_full: gl.shared_memory_descriptor
-    ds: Gradients
+    ds: gl.shared_memory_descriptor  # dS^T of two blocks, (2, BLOCK_N, BLOCK_M)
+    full: gl.shared_memory_descriptor  # of dS
     done: gl.shared_memory_descriptor  # both have read K and V of a tile for the last time
 
 
@@ -41,7 +35,7 @@ def make_wide_score_buffers(dtype: gl.constexpr, TILE: gl.constexpr):
     p_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(p_full, count=1)
     ds_smem = gl.allocate_shared_memory(dtype, [2, N, M], shared(N, M, dtype=dtype))
-    ds_full = make_barrier(2, 1)
+    full = make_barrier(2, 1)
     done = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(done, count=2)
-    return WideScoreBuffers(p_smem, p_full, ds=Gradients(ds_smem, ds_full), done=done)
+    return WideScoreBuffers(p_smem, p_full, ds=ds_smem, full=full, done=done)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from ....errors import warn_slow
 from ....hardware import SHARED_MEMORY
 from ....problem import Extras, Problem, Scalars
-from ....tile.types import Features, Pipeline
+from ....tile.types import Pipeline
 from ...common.arguments import aligned, features_of, numbers_of, optionals_of, sizes_of
 from ...common.building import num_sms
 from ...common.operand import Operand, names_of
@@ -21,7 +21,7 @@ from ...common.program import Planned, Program, TorchStep, checked
 from ...common.quantized import COLUMNS, FP8, Quantized, columns_of
 from ...common.workspace import Workspace
 from .. import assembly
-from ..descriptors import by_head, of_queries, ragged_by_head
+from ..descriptors import Plan, by_head, in_shared, of_queries, ragged_by_head
 from ..launch import Launch, programs_of
 from ..tile_counter import tile_counters
 from . import fp8_operand, transpose
@@ -43,15 +43,6 @@ UNIT = 16  # bytes that TMA's strides are multiples of, and elements of 8 bits
 # and at headdim 64 551 with 128 keys, 670 with 256 of them, whose O the tensor cores added up
 TILES = {64: (128, 4), 128: (128, 4), 256: (128, 2)}
 TILES_OF_HEAD = 4  # of queries, at least, that read the V of a key head where it is transposed
-
-
-class Fp8Plan(NamedTuple):
-    """What a `Problem` selects: constants of the kernel, and the blocks of its descriptors."""
-
-    features: Features
-    tile: Pipeline
-    blocks: tuple[list[int], ...]  # of q, k, v_t, out and V
-    layouts: tuple[Any, ...]  # of these blocks in shared memory
 
 
 class Fp8Launch(Launch):
@@ -103,24 +94,26 @@ def fp8_program(
 
 
 def arguments(
-    problem: Problem, plan: Fp8Plan, operands: dict[str, Any], extras: Extras, scalars: Scalars
+    problem: Problem, plan: Plan, operands: dict[str, Any], extras: Extras, scalars: Scalars
 ) -> dict[str, Any]:
     """The kernel's arguments but its constants, by their names: q and out as in 16 bits, k, v_t and
     V as (batch, head, row, column).
     """
     q, k, v_t, values = (operands[name] for name in ("q", "k", "v_t", "values"))
     group = problem.group
-    of_q, of_k, of_v, of_out, of_values = zip(plan.blocks, plan.layouts)
+    blocks = plan.blocks
     of_rows = ragged_by_head if problem.is_packed else functools.partial(of_queries, group=group)
     queue = queue_of(problem, plan.tile, q, k, extras.sequences)
     numbers = {name: operands[name] for name in ("v_mean", "v_drift")}
     numbers |= {name: operands[f"{name}_scale"] for name in ("q", "k", "v")}
     return dict(
-        q_desc=of_queries(q, *of_q, group),
-        k_desc=by_head(k, *of_k),
-        v_desc=by_head(v_t.transpose(1, 2), *of_v),
-        out_desc=of_rows(operands["out"], *of_out),
-        values_desc=None if values is None else by_head(values.view(torch.uint8), *of_values),
+        q_desc=of_queries(q, **blocks["q"], group=group),
+        k_desc=by_head(k, **blocks["k"]),
+        v_desc=by_head(v_t.transpose(1, 2), **blocks["v_t"]),
+        out_desc=of_rows(operands["out"], **blocks["out"]),
+        values_desc=None
+        if values is None
+        else by_head(values.view(torch.uint8), **blocks["values"]),
         lse=operands["lse"],
         scales=Scales(**numbers, nheads_k=problem.nheads_k),
         queue=queue,
@@ -131,7 +124,7 @@ def arguments(
     )
 
 
-def transposing_of(v_t: Any, plan: Fp8Plan, l2_group: int) -> Transposing:
+def transposing_of(v_t: Any, plan: Plan, l2_group: int) -> Transposing:
     """How the programs of a launch write V^T: blocks of as many heads are interleaved as tiles are,
     whose heads are key heads where their query heads share a tile.
     """
@@ -222,7 +215,7 @@ def fits_values(problem: Problem, v: Tensor, out_dtype: torch.dtype) -> bool:
 
 def plan_for(
     problem: Problem, q: Any, extras: Extras, out_dtype: torch.dtype, transposes: bool = False
-) -> Fp8Plan:
+) -> Plan:
     """The plan of a call."""
     sequences = max(1, extras.sequences)
     seqlen_q = max(1, q.shape[1] // sequences)
@@ -231,7 +224,7 @@ def plan_for(
 
 
 @functools.lru_cache(maxsize=1024)
-def plan_of(problem: Problem, pack: int, out_dtype: torch.dtype, transposes: bool) -> Fp8Plan:
+def plan_of(problem: Problem, pack: int, out_dtype: torch.dtype, transposes: bool) -> Plan:
     """The plan of a problem whose tiles hold `pack` heads."""
     block_d, block_dv = block_of(problem.headdim), block_of(problem.headdim_v)
     rows, out_columns = WARPGROUP_ROWS, min(block_dv, OUT_COLUMNS.value)
@@ -255,17 +248,16 @@ def plan_of(problem: Problem, pack: int, out_dtype: torch.dtype, transposes: boo
     if shared_memory(tile, out_columns, out_dtype) > SHARED_MEMORY["sm90"]:
         tile = tile._replace(Q_STAGES=1)
     of_out = [1, 1, 1, rows] if problem.is_packed else [1, 1, rows // pack, pack]
-    blocks = (
-        [1, 1, rows // pack, pack, block_d],
-        [1, 1, block_n, block_d],
-        [1, 1, block_dv, block_n],
-        [*of_out, out_columns],
-        [1, 1, COLUMNS, block_dv],
+    blocks = dict(
+        q=[1, 1, rows // pack, pack, block_d],
+        k=[1, 1, block_n, block_d],
+        v_t=[1, 1, block_dv, block_n],
+        out=[*of_out, out_columns],
+        values=[1, 1, COLUMNS, block_dv],
     )
-    elements = *(gl.float8e4nv,) * 3, GL_OUT[out_dtype], gl.uint8
-    layouts = tuple(map(gl.NVMMASharedLayout.get_default_for, blocks, elements))
+    dtypes = dict.fromkeys(blocks, gl.float8e4nv) | dict(out=GL_OUT[out_dtype], values=gl.uint8)
     features = features_of(problem, has_fast_tanh=True)
-    return Fp8Plan(features, tile, blocks, layouts)
+    return Plan(features, tile, in_shared(dtypes, blocks))
 
 
 def block_of(headdim: int) -> int:

@@ -9,12 +9,11 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-from triton.experimental.gluon import language as gl
 
 from ....hardware import SHARED_MEMORY
 from ....problem import LONG_SEQLEN, NO_EXTRAS, Extras, Problem, Scalars
 from ....tile.schedule import even_group
-from ....tile.types import Features, Pipeline, Queue, Table
+from ....tile.types import Pipeline, Queue, Table
 from ....tuning.config import Key
 from ....tuning.select import architecture, select
 from ...common.arguments import features_of, numbers_of, optionals_of, sizes_of
@@ -24,7 +23,15 @@ from ...common.program import Planned, Program, TorchStep, checked
 from ...common.workspace import Workspace
 from .. import assembly
 from ..bias_memory import bias_step, has_tiles, in_pairs
-from ..descriptors import GL_DTYPES, descriptors, is_in_steps, is_ragged, ragged_steps
+from ..descriptors import (
+    GL_DTYPES,
+    Plan,
+    descriptors,
+    in_shared,
+    is_in_steps,
+    is_ragged,
+    ragged_steps,
+)
 from ..launch import Launch, programs_of
 from ..layouts import column_groups
 from ..padded import Readable, is_flat, is_padded, is_readable, padded_width
@@ -37,19 +44,6 @@ from .parts_launch import fold_of, in_parts
 Tensor = torch.Tensor
 WARPGROUP_ROWS = 64  # of a warpgroup's tile
 AT_ONCE = 16 << 20  # bytes of keys and values: `heads_per_l2_group`
-
-
-class Plan(NamedTuple):
-    """What a `Problem` selects: constants of the kernel, and the blocks of its descriptors."""
-
-    features: Features
-    tile: Pipeline
-    q_block: list[int]
-    k_block: list[int]
-    v_block: list[int]
-    out_block: list[int]
-    bias_block: list[int]
-    layouts: tuple[Any, ...]  # of these blocks in shared memory
 
 
 class KeyCache(NamedTuple):
@@ -298,15 +292,14 @@ def plan_of(
     rows, columns = WARPGROUP_ROWS, block_d // column_groups(block_d)
     of_out = [1, 1, 1, rows] if problem.is_packed else [1, 1, rows // pack, pack]
     blocks = dict(
-        q_block=[1, 1, rows // pack, pack, columns],
-        k_block=[*of_keys, columns],
-        v_block=[*of_keys, block_dv],
-        out_block=[*of_out, of_o],
-        bias_block=[1, 1, rows, tile.BLOCK_N],
+        q=[1, 1, rows // pack, pack, columns],
+        k=[*of_keys, columns],
+        v=[*of_keys, block_dv],
+        out=[*of_out, of_o],
+        bias=[1, 1, rows, tile.BLOCK_N],
     )
-    element, layout_of = GL_DTYPES[problem.dtype], gl.NVMMASharedLayout.get_default_for
-    layouts = tuple(layout_of(block, element) for block in blocks.values())
-    return Plan(features=features, tile=tile, layouts=layouts, **blocks)
+    dtypes = dict.fromkeys(blocks, GL_DTYPES[problem.dtype])
+    return Plan(features, tile, in_shared(dtypes, blocks))
 
 
 def shared_memory(tile: Pipeline, out_columns: int) -> int:

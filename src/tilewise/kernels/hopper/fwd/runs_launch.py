@@ -23,10 +23,11 @@ from ...common.outputs import empty_out
 from ...common.program import Program
 from ...common.relaunch import addresses_of
 from ...common.workspace import Workspace
+from ..descriptors import Plan
 from ..launch import programs_of
 from ..tile_counter import tile_counter
 from . import runs as on_device_runs
-from .launch import Plan, arguments, heads_per_l2_group, launch_of, plan_for
+from .launch import arguments, heads_per_l2_group, launch_of, plan_for
 
 Tensor = torch.Tensor
 # What a program reads and writes
