@@ -38,6 +38,10 @@ class Feature(NamedTuple):
         """The shape of so many dimensions."""
         return next((shape for shape in self.shapes if len(shape) == rank), ())
 
+    def has(self, size: str) -> bool:
+        """Whether a tensor may have a dimension of this size."""
+        return any(size in shape for shape in self.shapes)
+
 
 FEATURES = {
     "softcap": Feature("softcap", "has_softcap"),

@@ -165,8 +165,8 @@ def operator(q, k):
 
     scalars = Scalars(0.25)
     call = Call(describe(q, k, k, NO_EXTRAS, scalars, "bottom_right", False), scalars)
-    arguments = q, k, k, *NO_EXTRAS.arguments, *options_of(call)
-    return torch.ops.tilewise.flash_attn_forward(*arguments)[0]
+    operator = torch.ops.tilewise.flash_attn_forward
+    return operator(q, k, k, *NO_EXTRAS.arguments, **options_of(call))[0]
 
 
 @pytest.mark.parametrize("name", [name for name, _ in functions()])

@@ -49,7 +49,7 @@ def test_what_comes_through_the_operator_is_prepared_once(monkeypatch):
         q, k = torch.randn(1, seqlen, 4, 8), torch.randn(1, 9, nheads_k, 8)
         problem = describe(q, k, k, Extras(**extras), Scalars(1.0), "bottom_right", False)
         options = schema.options_of(Call(problem, Scalars(1.0), None))
-        found, _ = torch.ops.tilewise.flash_attn_forward(q, k, k, *Extras(**extras), *options)
+        found, _ = torch.ops.tilewise.flash_attn_forward(q, k, k, *Extras(**extras), **options)
         torch.testing.assert_close(found, tilewise.attention(q, k, k, scale=1.0, **extras))
         return launched[-2]
 

@@ -166,8 +166,8 @@ def check(x: Quantized, is_quantized: bool, given: Fp8Arguments) -> Call:
     needs_grad = check_backward(x if is_quantized else None, given.backward, sinks=extras.sinks)
     scalars = Scalars(scale, softcap, left=left, right=right)
     headdim_v = x.v_t.shape[2 if is_quantized else 3]
-    flags = align, extras.cu_seqlens_q is not None and is_long(given.max_seqlen_q)
-    problem = ops.problem_of(x.q, x.k, headdim_v, extras, scalars, flags)
+    has_long = extras.cu_seqlens_q is not None and is_long(given.max_seqlen_q)
+    problem = ops.problem_of(x.q, x.k, headdim_v, extras, scalars, align, is_long=has_long)
     checked = Call(problem, scalars, given.backend, needs_grad)
     checked.out_dtype, checked.is_transposed = out_dtype, is_quantized
     return checked

@@ -18,13 +18,14 @@ from ..tile.rotary import Rotary
 from .attention import needs_dispatcher
 from .calls import Entry, has_lazy
 from .context_parallel import refuse_shards
-from .schema import LIBRARY, check_devices
+from .schema import check_devices, operator, record_of
 
 Tensor = torch.Tensor
 CPU, PORTABLE = "tilewise.kernels.cpu.append", "tilewise.kernels.portable.append_launch"
-SCALED = ["k_descale", "v_descale", "k_row_scales", "v_row_scales"]
-LIBRARY.define(
-    "flash_attn_cache_append(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, "
+SCALES = {"k_descale": "k_row_scales", "v_descale": "v_row_scales"}  # those that are written
+NAMES = *Append._fields[:8], *Rotary._fields, *SCALES, *SCALES.values()
+SCHEMA = (
+    "(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, "
     "Tensor? page_table, Tensor? seqused_k, Tensor? cu_seqlens_q, Tensor? slots, Tensor? cos, "
     "Tensor? sin, bool interleaved, Tensor? k_descale=None, Tensor? v_descale=None, "
     "Tensor(c!)? k_row_scales=None, Tensor(d!)? v_row_scales=None) -> ()"
@@ -33,19 +34,15 @@ LIBRARY.define(
 
 def append(new: Append, entry: Entry | None = None) -> None:
     """New keys and values, checked, into a cache; `entry` is the cache entry of such calls."""
-    rotary = new.rotary
-    turned = (None, None, True) if rotary is None else rotary
-    tensors = *new[:8], *turned[:2]
+    tensors = new.tensors
     if peek_interpreter_stack() is not None:
-        if any(x is not None and is_batchedtensor(x) for x in (*tensors, *new[-2:])):
+        if any(x is not None and is_batchedtensor(x) for x in tensors):
             raise NotImplementedError(
                 "cache.append inside torch.vmap: it writes one cache in place; fold the mapped "
                 "dimension into the batch, or call it once per element"
             )
-    if needs_dispatcher((*tensors, *new[-2:])):
-        by_head = [None if by_row(x) else x for x in new[-2:]]
-        by_key = [x if by_row(x) else None for x in new[-2:]]
-        torch.ops.tilewise.flash_attn_cache_append(*tensors, turned[2], *by_head, *by_key)
+    if needs_dispatcher(tensors):
+        torch.ops.tilewise.flash_attn_cache_append(**_arguments(new))
     else:
         _run_append(new, entry)
 
@@ -123,20 +120,30 @@ def _check_memory(new: Append) -> None:
     check_elements(named.items())
 
 
-def _append_kernel(*args):
-    _append_fake(*args)
-    *tensors, cos, sin, interleaved = args[:11]
-    rotary = None if cos is None else Rotary(cos, sin, interleaved=interleaved)
-    k_read, v_read, k_written, v_written = (*args[11:], None, None, None, None)[:4]
-    k_scale = k_read if k_written is None else k_written
-    v_scale = v_read if v_written is None else v_written
-    _run_append(Append._make((*tensors, rotary, k_scale, v_scale)))
+def _arguments(new: Append) -> dict[str, Any]:
+    values: dict[str, Any] = new._asdict()
+    rotary = values.pop("rotary")
+    values |= dict(cos=None, sin=None, interleaved=True) if rotary is None else rotary._asdict()
+    for scale, row_scales in SCALES.items():
+        if by_row(values[scale]):
+            values[row_scales] = values.pop(scale)
+    return values
 
 
-def _append_fake(*args):
-    names = (*Append._fields[:8], "cos", "sin", *SCALED)
-    check_devices(names, (*args[:10], *args[11:]))
+def _kernel(args: tuple) -> None:
+    """The inverse of `_arguments`, and the append."""
+    _fake(args)
+    values: dict[str, Any] = dict(zip(NAMES, args))
+    values["rotary"] = None if values["cos"] is None else record_of(Rotary, values)
+    for scale, row_scales in SCALES.items():
+        if values.get(row_scales) is not None:
+            values[scale] = values[row_scales]
+    _run_append(record_of(Append, values))
 
 
-LIBRARY.impl("flash_attn_cache_append", _append_kernel, "CompositeExplicitAutograd")
-torch.library.register_fake("tilewise::flash_attn_cache_append", _append_fake, lib=LIBRARY)
+def _fake(args: tuple) -> None:
+    tensors = {name: x for name, x in zip(NAMES, args) if name != "interleaved"}
+    check_devices(list(tensors), list(tensors.values()))
+
+
+operator("flash_attn_cache_append", SCHEMA, kernel=_kernel, fake=_fake)

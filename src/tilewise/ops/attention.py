@@ -11,7 +11,7 @@ Problem's fields as scalars. Selective checkpointing by name looks for `flash_at
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -32,24 +32,21 @@ from .calls import PLAIN_TENSORS, eager_apply, entry_of, has_lazy, layout_key, r
 from .context_parallel import refuse_shards
 from .schema import (
     CALL,
-    LIBRARY,
+    CALL_NAMES,
     SAVED,
     SAVED_TENSORS,
     Once,
     Options,
+    apply,
+    arguments_of,
     check_devices,
-    flat,
     no_double_backward,
-    options_of,
+    operator,
     parts_of,
     problem_from,
 )
 
 Tensor = torch.Tensor
-
-LIBRARY.define(f"flash_attn_forward(Tensor q, Tensor k, Tensor v, {CALL}) -> (Tensor, Tensor)")
-LIBRARY.define(f"flash_attn_backward({SAVED}, {CALL}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
-
 
 # the call
 
@@ -61,10 +58,10 @@ def attention(
     `is_dispatched` is what `needs_dispatcher` returned.
     """
     if not (is_dispatched and torch.compiler.is_compiling()) and _is_transformed():
-        return _Attention.apply(call, q, k, v, *extras.tensors)
+        return apply(_Attention, call, (q, k, v, *extras.tensors))
     if is_dispatched:
         late.register_late()
-        return torch.ops.tilewise.flash_attn_forward(q, k, v, *extras.arguments, *options_of(call))
+        return torch.ops.tilewise.flash_attn_forward(q, k, v, **arguments_of(call, extras))
     return launch(call, q, k, v, extras)
 
 
@@ -124,7 +121,8 @@ def _is_transformed() -> bool:
 # autograd
 
 
-def _save(ctx, call: Call, tensors: tuple, output: tuple) -> None:
+def save(ctx: Any, call: Call, tensors: tuple, output: tuple) -> None:
+    """Keeps what a backward reads."""
     ctx.save_for_backward(*output, *tensors)
     ctx.set_materialize_grads(False)
     ctx.call = call
@@ -145,35 +143,39 @@ def _backward(ctx, grads_of_outputs: tuple[Any, ...]) -> tuple[Tensor | None, ..
         if not tensors:
             return None, grads.dq, grads.dk, grads.dv
     else:
-        grads = _differentiated(call, saved, tensors)
+        grads = _differentiated(call, saved, extras_of(tensors))
     needs = ctx.needs_input_grad[1 + INPUTS + OPTIONAL :]
     return None, *_of_inputs(call, grads, saved=saved, extras=extras_of(tensors), needs=needs)
 
 
-def _differentiated(call: Call, saved: Saved, tensors: Sequence[Tensor | None]) -> Grads:
+def _differentiated(call: Call, saved: Saved, extras: Extras) -> Grads:
     """The gradients through the dispatcher."""
     if is_legacy_batchedtensor(saved.dout):
         raise NotImplementedError(
             "is_grads_batched or vectorize=True: torch's old vmap cannot map attention's backward; "
             "use torch.func.jacrev, or torch.func.vmap of torch.func.vjp"
         )
-    arguments = call, *saved, *extras_of(tensors).tensors
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         # create_graph or a functorch transform: the gradients are to be differentiated in turn.
-        return Grads._make(_AttentionBackward.apply(*arguments))
-    return Grads._make(_AttentionBackward.forward(*arguments))
+        return Grads._make(apply(_AttentionBackward, call, (*saved, *extras.tensors)))
+    return Grads._make(_backward_of(call, saved, extras))
 
 
 def _of_inputs(
     call: Call, grads: Grads, saved: Saved, extras: Extras, needs: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
     """The gradients of q, k, v and the extras; `needs` says which captured tensors want one."""
-    of_extras = Extras(
-        sinks=None if extras.sinks is None else grads.dsinks,
-        bias=grads.dbias if call.problem.has_bias_grad else None,
-    )
     captured = late.captured_gradients(call, needs, saved, extras) if extras.captured else ()
-    return *grads[:INPUTS], *of_extras.tensors, *captured
+    return *grads[:INPUTS], *of_optional(call, grads, extras), *captured
+
+
+def of_optional(call: Call, grads: Grads, extras: Extras) -> list[Tensor | None]:
+    """The gradients of the optional tensors, None for those without."""
+    names = dict(zip(Grads._fields[INPUTS:], grads[INPUTS:]))
+    if not call.problem.has_bias_grad:
+        names["dbias"] = None
+    pairs = zip(Extras._fields, extras.optional)
+    return [None if x is None else names.get(f"d{name}") for name, x in pairs]
 
 
 def run_backward(call: Call, saved: Saved, extras: Extras, between: Between | None = None) -> Grads:
@@ -211,7 +213,7 @@ class _EagerAttention(torch.autograd.Function):
     def forward(ctx, call, q, k, v, *tensors):
         refuse_shards()
         output = run_forward(call, q, k=k, v=v, extras=extras_of(tensors))
-        _save(ctx, call, tensors=(q, k, v, *tensors), output=output)
+        save(ctx, call, tensors=(q, k, v, *tensors), output=output)
         return output
 
     @staticmethod
@@ -228,14 +230,13 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(call, q, k, v, *tensors):
         late.register_late()
-        return torch.ops.tilewise.flash_attn_forward(
-            q, k, v, *extras_of(tensors).arguments, *options_of(call)
-        )
+        arguments = arguments_of(call, extras_of(tensors))
+        return torch.ops.tilewise.flash_attn_forward(q, k, v, **arguments)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
         call, *tensors = inputs
-        _save(ctx, call, tensors=tuple(tensors), output=output)
+        save(ctx, call, tensors=tuple(tensors), output=output)
 
     @staticmethod
     def backward(ctx, *grads):
@@ -251,10 +252,9 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def vmap(info, in_dims, *args):
         call, *tensors = args
-        attend = functools.partial(_Attention.apply, call)
+        attend = functools.partial(apply, _Attention, call)
         counts_rows = "b" in indices_used(call.problem.mods)
-        tensors = tuple(tensors)
-        return batching.forward(attend, counts_rows, info.batch_size, in_dims[1:], tensors)
+        return batching.forward(attend, counts_rows, info.batch_size, in_dims[1:], tuple(tensors))
 
 
 class _AttentionBackward(Once):
@@ -263,22 +263,26 @@ class _AttentionBackward(Once):
     @staticmethod
     def forward(call, *tensors):
         saved, extras = Saved._make(tensors[:SAVED_TENSORS]), extras_of(tensors[SAVED_TENSORS:])
-        if needs_dispatcher(saved[:5]) or _is_transformed():
-            late.register_late()
-            inputs = *saved, *extras.arguments
-            return torch.ops.tilewise.flash_attn_backward(*inputs, *options_of(call))
-        return _filled(run_backward(call, saved, extras=extras), saved.q)
+        return _backward_of(call, saved, extras)
 
     @staticmethod
     def vmap(info, in_dims, *args):
         call, *tensors = args
-        differentiate = functools.partial(_AttentionBackward.apply, call)
+        differentiate = functools.partial(apply, _AttentionBackward, call)
         return batching.one_by_one(differentiate, info.batch_size, in_dims[1:], tuple(tensors))
+
+
+def _backward_of(call: Call, saved: Saved, extras: Extras) -> tuple[Tensor, ...]:
+    if needs_dispatcher(saved[:5]) or _is_transformed():
+        late.register_late()
+        arguments = {**saved._asdict(), **arguments_of(call, extras)}
+        return torch.ops.tilewise.flash_attn_backward(**arguments)
+    return _filled(run_backward(call, saved, extras=extras), saved.q)
 
 
 def gradients(call: Call, saved: Saved, extras: Extras) -> tuple[Tensor, ...]:
     """Gradients of q, k and v, from what the caller has kept."""
-    return _AttentionBackward.forward(call, *saved, *extras.tensors)[:INPUTS]
+    return _backward_of(call, saved, extras)[:INPUTS]
 
 
 def _filled(grads: Grads, q: Tensor) -> tuple[Tensor, ...]:
@@ -287,7 +291,9 @@ def _filled(grads: Grads, q: Tensor) -> tuple[Tensor, ...]:
 
 
 def _setup_context(ctx, inputs, output):
-    _save(ctx, _call_of(*parts_of(inputs, INPUTS)), tensors=flat(inputs, INPUTS)[0], output=output)
+    tensors, extras, options = parts_of(inputs, INPUTS)
+    call = _call_of(tensors, extras, options)
+    save(ctx, call, tensors=(*tensors, *extras.tensors), output=output)
 
 
 def _op_backward(ctx, dout, dlse):
@@ -295,12 +301,12 @@ def _op_backward(ctx, dout, dlse):
     captured = INPUTS + OPTIONAL
     needs = ctx.needs_input_grad[captured]  # of a list a list, of None False
     is_list = isinstance(needs, (list, tuple))
-    after = (None,) * len(Options._fields)
+    after = (None,) * (len(CALL_NAMES) - len(Extras._fields))
     if dout is None and dlse is None:
         return *(None,) * captured, None, *after
     dout = torch.zeros_like(out) if dout is None else dout
     saved, extras = Saved(dout, dlse, q=q, k=k, v=v, out=out, lse=lse), extras_of(tensors)
-    grads = _differentiated(ctx.call, saved, tensors)
+    grads = _differentiated(ctx.call, saved, extras)
     grads = _of_inputs(ctx.call, grads, saved=saved, extras=extras, needs=needs if is_list else ())
     return *grads[:captured], list(grads[captured:]) if is_list else None, *after
 
@@ -319,32 +325,34 @@ def _known(tensors: tuple, inputs: tuple, extras: Extras, options: Options) -> C
     """The call of an operator's arguments, cached by signature, for compiled graphs, which do not
     pass through `frontend.call.call`. `tensors` are all of an operator's.
     """
-    flags: Any = *options[:BLOCK], *options.mask_block, *options[BLOCK + 1 :]
-    entry = None if needs_dispatcher(tensors) else entry_of(tensors, flags)
-    if entry is None or entry.call is None:  # a backward's are not inputs and extras alone
+
+    def make() -> Call:
         names = () if tensors[0] is inputs[0] else Saved._fields
-        check_devices(names, tensors[: len(names)])
-    if entry is None:
-        return _call_of(inputs, extras, options=options)
-    if entry.call is None:
-        entry.call = _call_of(inputs, extras, options=options)
-    elif options.mask_mod or options.score_mod:
+        check_devices(names, tensors[: len(names)])  # of a backward, more than inputs and extras
+        return _call_of(inputs, extras, options)
+
+    if options.mask_mod or options.score_mod:
         _ = options.mods  # which enters their trees again where a bounded table has dropped them
-    return entry.call
+    flags: Any = *options[:BLOCK], *options.mask_block, *options[BLOCK + 1 :]
+    return known(tensors, flags, make)
 
 
 def known_call(call: Call, tensors: tuple[Tensor | None, ...]) -> Call:
     """The cached call of this signature."""
-    key = call.problem, call.scalars, call.backend
+    return known(tensors, (call.problem, call.scalars, call.backend), lambda: call)
+
+
+def known(tensors: tuple[Tensor | None, ...], key: Hashable, make: Callable[[], Any]) -> Any:
+    """The call that is cached for a signature, or one that is made for it."""
     entry = None if needs_dispatcher(tensors) else entry_of(tensors, key)
     if entry is None:
-        return call
+        return make()
     if entry.call is None:
-        entry.call = call
+        entry.call = make()
     return entry.call
 
 
-def _forward_kernel(*args):
+def _forward_kernel(args: tuple):
     inputs, extras, options = parts_of(args, INPUTS)
     call = _known((*inputs, *extras.tensors), inputs, extras, options)
     q, k, v = inputs
@@ -352,7 +360,7 @@ def _forward_kernel(*args):
     return run_forward(call, q, k=k, v=v, extras=extras)
 
 
-def _backward_kernel(*args):
+def _backward_kernel(args: tuple):
     tensors, extras, options = parts_of(args, SAVED_TENSORS)
     saved = Saved._make(tensors)
     inputs = saved.q, saved.k, saved.v
@@ -360,27 +368,34 @@ def _backward_kernel(*args):
     return _filled(run_backward(call, saved, extras=extras), saved.q)
 
 
-def _forward_fake(*args):
+def _forward_fake(args: tuple):
     inputs, extras, options = parts_of(args, INPUTS)
     return empty_out(problem_from(inputs, extras, options=options), inputs[0])
 
 
-def _backward_fake(*args):
+def _backward_fake(args: tuple):
     tensors, extras, options = parts_of(args, SAVED_TENSORS)
     check_devices(Saved._fields, tensors)
     q, k, v = tensors[2 : 2 + INPUTS]
     return _filled(empty_grads(problem_from((q, k, v), extras, options), q, k, v, extras), q)
 
 
-LIBRARY.impl("flash_attn_forward", _forward_kernel, "CompositeExplicitAutograd")
-LIBRARY.impl("flash_attn_backward", _backward_kernel, "CompositeExplicitAutograd")
-torch.library.register_fake("tilewise::flash_attn_forward", _forward_fake, lib=LIBRARY)
-torch.library.register_fake("tilewise::flash_attn_backward", _backward_fake, lib=LIBRARY)
-torch.library.register_autograd(
-    "tilewise::flash_attn_forward", _op_backward, setup_context=_setup_context, lib=LIBRARY
+operator(
+    "flash_attn_forward",
+    f"(Tensor q, Tensor k, Tensor v, {CALL}) -> (Tensor, Tensor)",
+    kernel=_forward_kernel,
+    fake=_forward_fake,
+    backward=_op_backward,
+    setup_context=_setup_context,
+    vmap=batching.forward_op,
 )
-torch.library.register_autograd("tilewise::flash_attn_backward", no_double_backward, lib=LIBRARY)
-torch.library.register_vmap("tilewise::flash_attn_forward", batching.forward_op, lib=LIBRARY)
-torch.library.register_vmap("tilewise::flash_attn_backward", batching.backward_op, lib=LIBRARY)
+operator(
+    "flash_attn_backward",
+    f"({SAVED}, {CALL}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    kernel=_backward_kernel,
+    fake=_backward_fake,
+    backward=no_double_backward,
+    vmap=batching.backward_op,
+)
 straight("flash_attn_forward", INPUTS, _forward_kernel, _op_backward, _setup_context)
 straight("flash_attn_backward", SAVED_TENSORS, kernel=_backward_kernel, backward=no_double_backward)

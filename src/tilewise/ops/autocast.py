@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from ..problem import Extras
-from .schema import LIBRARY
+from .schema import FORWARD, LIBRARY
 
 Tensor = torch.Tensor
-BIAS = Extras._fields.index("bias")
 
 
 def is_any_autocast_on() -> bool:
@@ -45,11 +43,12 @@ def _autocast_rule(key: str):
         torch._C.DispatchKey.AutocastCUDA
     )
 
-    def forward(q, k, v, *options):
-        q, k, v = autocast(q, k, v=v)
-        options = (*options[:BIAS], cast_bias(options[BIAS], q), *options[BIAS + 1 :])
+    def forward(*args):
+        arguments = dict(zip(FORWARD, args))
+        q, k, v = autocast(arguments["q"], arguments["k"], v=arguments["v"])
+        arguments |= {"q": q, "k": k, "v": v, "bias": cast_bias(arguments["bias"], q)}
         with torch._C._ExcludeDispatchKeyGuard(keys):
-            return torch.ops.tilewise.flash_attn_forward(q, k, v, *options)
+            return torch.ops.tilewise.flash_attn_forward(**arguments)
 
     LIBRARY.impl("flash_attn_forward", forward, key)
 

@@ -34,7 +34,7 @@ def straight(
 
     def call(keyset: Any, *args: Any) -> Any:
         if is_plain(flat(args, before)[0]):
-            return kernel(*args)
+            return kernel(args)
         return differentiable(keyset, *args)
 
     for key in ("AutogradCPU", "AutogradCUDA"):

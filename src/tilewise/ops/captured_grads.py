@@ -8,7 +8,6 @@ have no gradient.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Sequence
 
 import torch
@@ -21,22 +20,23 @@ from ..mods.flat import take_apart
 from ..problem import Call, Extras, Saved, extras_of
 from . import vmap as batching
 from .schema import (
+    BACKWARD,
     CALL,
-    LIBRARY,
     SAVED,
     SAVED_TENSORS,
     Once,
     Options,
+    apply,
+    arguments_of,
     check_devices,
     flat,
     no_double_backward,
-    options_of,
+    operator,
     parts_of,
     problem_from,
 )
 
 Tensor = torch.Tensor
-LIBRARY.define(f"flash_attn_captured_grads({SAVED}, {CALL}, int[] wanted) -> Tensor[]")
 
 
 def gradients(
@@ -51,9 +51,10 @@ def gradients(
     differentiable = {load.value[0] for load, _ in by_loads(mods.score)}
     wanted = [i for i in sorted(differentiable) if needs[first + i]]
     if wanted:
-        differentiable = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        compute = _CapturedGrads.apply if differentiable else _CapturedGrads.forward
-        computed = compute(call, wanted, *saved, *extras.tensors)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            computed = apply(_CapturedGrads, call, (wanted, *saved, *extras.tensors))
+        else:
+            computed = _computed(call, wanted, saved, extras)
         for i, grad in zip(wanted, computed):
             grads[first + i] = grad
     return tuple(grads)
@@ -64,19 +65,25 @@ class _CapturedGrads(Once):
 
     @staticmethod
     def forward(call, wanted, *tensors):
-        inputs = *tensors[:SAVED_TENSORS], *extras_of(tensors[SAVED_TENSORS:]).arguments
-        return tuple(
-            torch.ops.tilewise.flash_attn_captured_grads(*inputs, *options_of(call), wanted)
-        )
+        saved, extras = Saved._make(tensors[:SAVED_TENSORS]), extras_of(tensors[SAVED_TENSORS:])
+        return _computed(call, wanted, saved, extras)
 
     @staticmethod
     def vmap(info, in_dims, *args):
         call, wanted, tensors = *args[:2], args[2:]
-        compute = functools.partial(_CapturedGrads.apply, call, wanted)
+
+        def compute(tensors: tuple) -> tuple[Tensor, ...]:
+            return apply(_CapturedGrads, call, (wanted, *tensors))
+
         return batching.one_by_one(compute, info.batch_size, in_dims[2:], tuple(tensors))
 
 
-def _kernel(*args):
+def _computed(call: Call, wanted: list[int], saved: Saved, extras: Extras) -> tuple[Tensor, ...]:
+    arguments = {**saved._asdict(), **arguments_of(call, extras)}
+    return tuple(torch.ops.tilewise.flash_attn_captured_grads(**arguments, wanted=wanted))
+
+
+def _kernel(args: tuple):
     saved, extras, options, wanted = _parts_of(args)
     q, k, v = saved.q, saved.k, saved.v
     problem = problem_from((q, k, v), extras, options=options)
@@ -113,7 +120,7 @@ def _of_score(args: tuple) -> tuple[tuple[Tensor, ...], list[int]]:
     return take_apart(problem.mods, extras.captured).score, wanted
 
 
-def _fake(*args):
+def _fake(args: tuple):
     tensors, wanted = _of_score(args)
     return [torch.empty_like(tensors[i]) for i in wanted]
 
@@ -122,19 +129,21 @@ def _vmap(info, in_dims, *args):
     *args, wanted = args
     tensors, options = flat(tuple(args), SAVED_TENSORS)
 
-    def differentiate(*tensors):
+    def differentiate(tensors: tuple) -> tuple[Tensor, ...]:
         saved, extras = tensors[:SAVED_TENSORS], extras_of(tensors[SAVED_TENSORS:])
-        compute = torch.ops.tilewise.flash_attn_captured_grads
-        return tuple(compute(*saved, *extras.arguments, *options, wanted))
+        arguments = dict(zip(BACKWARD, (*saved, *extras.arguments, *options)))
+        return tuple(torch.ops.tilewise.flash_attn_captured_grads(**arguments, wanted=wanted))
 
     dims = flat(tuple(in_dims[:-1]), SAVED_TENSORS)[0]
     grads, out_dims = batching.one_by_one(differentiate, info.batch_size, dims, tensors)
     return list(grads), list(out_dims)
 
 
-LIBRARY.impl("flash_attn_captured_grads", _kernel, "CompositeExplicitAutograd")
-torch.library.register_fake("tilewise::flash_attn_captured_grads", _fake, lib=LIBRARY)
-torch.library.register_autograd(
-    "tilewise::flash_attn_captured_grads", no_double_backward, lib=LIBRARY
+operator(
+    "flash_attn_captured_grads",
+    f"({SAVED}, {CALL}, int[] wanted) -> Tensor[]",
+    kernel=_kernel,
+    fake=_fake,
+    backward=no_double_backward,
+    vmap=_vmap,
 )
-torch.library.register_vmap("tilewise::flash_attn_captured_grads", _vmap, lib=LIBRARY)

@@ -5,16 +5,17 @@ from __future__ import annotations
 import torch
 from torch.utils import _python_dispatch, flop_counter
 
-from ..problem import Extras
-from .schema import Options
+from ..features import OPERATORS
+from .schema import CALL_NAMES
 
 
 def pairs_of(q, k, call: tuple) -> int:
     """The pairs of an operator's q and k, given as shapes; `call` is what comes after the tensors
     that are not optional.
     """
-    options = Options(*call[len(Extras._fields) :][: len(Options._fields)])
-    return visible_pairs(q[1], k[1], left=options.left, right=options.right, align=options.align)
+    options = dict(zip(CALL_NAMES, call))
+    left, right = options["left"], options["right"]
+    return visible_pairs(q[1], k[1], left=left, right=right, align=options["align"])
 
 
 def visible_pairs(seqlen_q: int, seqlen_k: int, left: int, right: int, align: str) -> int:
@@ -43,9 +44,10 @@ def forward_flops(q, k, v, *call, out_shape=None, **kwargs) -> int:
 
 def fp8_flops(q, k, v, *call, out_shape=None, **kwargs) -> int:
     """FLOPs of FP8 products; v is V^T, (batch, nheads_k, headdim_v, columns), or as it came."""
-    is_transposed, _, _, left, right, align = call[11:17]
-    pairs = visible_pairs(q[1], k[1], left=left, right=right, align=align)
-    return 2 * q[0] * q[2] * pairs * (q[3] + v[2 if is_transposed else 3])
+    options = dict(zip(OPERATORS["flash_attn_fp8_forward"], (q, k, v, *call)))
+    left, right = options["left"], options["right"]
+    pairs = visible_pairs(q[1], k[1], left=left, right=right, align=options["align"])
+    return 2 * q[0] * q[2] * pairs * (q[3] + v[2 if options["is_transposed"] else 3])
 
 
 def backward_flops(dout, dlse, q, k, v, out, lse, *call, out_shape=None, **kwargs) -> int:

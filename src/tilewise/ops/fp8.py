@@ -17,15 +17,24 @@ from ..kernels.common.outputs import fill_padding, has_no_sequence
 from ..kernels.common.quantized import Lengths, Quantized, Scales
 from ..kernels.cpu.hadamard import rotate_back
 from ..kernels.cpu.quantize import dequantize, of_each, of_heads, rows_of, turned
-from ..problem import Call, Extras, Problem, Saved, Scalars, describe, extras_of
+from ..problem import (
+    INPUTS,
+    Call,
+    Extras,
+    Problem,
+    Saved,
+    Scalars,
+    describe,
+    extras_of,
+)
 from ..tile.rotary import Rotary
 from . import attention as ops
-from .attention import needs_dispatcher
-from .calls import entry_of, resolved
+from .attention import known, needs_dispatcher
+from .calls import resolved
 from .context_parallel import refuse_shards
 from .late import register_late
 from .quantize import quantizer_for
-from .schema import LIBRARY, Once, check_devices, record_of
+from .schema import Once, apply, check_devices, operator, record_of, refusing
 
 Tensor = torch.Tensor
 Forward = Callable[[Quantized, Extras], tuple[Tensor, Tensor]]
@@ -45,9 +54,8 @@ class Inputs(NamedTuple):
 
 
 NAMES = OPERATORS["flash_attn_fp8_forward"]
-INPUTS, EXTRAS = len(Inputs._fields), 6
-TENSORS = NAMES[: INPUTS + EXTRAS]
-LIBRARY.define(f"flash_attn_fp8_forward({schema_of(NAMES)}) -> (Tensor, Tensor)")
+OPERANDS = len(Inputs._fields)
+TENSORS = NAMES[: NAMES.index("is_transposed")]
 
 
 def attention(call: Call, x: Quantized, extras: Extras, wants_lse: bool) -> tuple[Tensor, Tensor]:
@@ -61,16 +69,25 @@ def attention(call: Call, x: Quantized, extras: Extras, wants_lse: bool) -> tupl
                 'backward="bf16" under a compiler, a dispatch mode or with a tensor subclass '
                 "is not supported: call it eagerly"
             )
-        inputs = *source[:3], extras.sinks
-        return _StraightThrough.apply(call, x, extras, *inputs)
+        tensors = *source[:INPUTS], *extras.optional
+        return apply(_StraightThrough, call, (x, extras, *tensors))
     return _attend(call, x, extras, wants_lse)
 
 
 def _attend(call: Call, x: Quantized, extras: Extras, wants_lse: bool) -> tuple[Tensor, Tensor]:
-    inputs = Inputs(x.q, x.k, x.v_t, *x.scales, x.v_mean, x.v_drift)
+    inputs = Inputs(
+        q=x.q,
+        k=x.k,
+        v=x.v_t,
+        q_scale=x.scales.q,
+        k_scale=x.scales.k,
+        v_scale=x.scales.v,
+        v_mean=x.v_mean,
+        v_drift=x.v_drift,
+    )
     if needs_dispatcher((*inputs, *extras.tensors)):
         register_late()
-        out, lse = torch.ops.tilewise.flash_attn_fp8_forward(*_arguments(call, inputs, extras))
+        out, lse = torch.ops.tilewise.flash_attn_fp8_forward(**_arguments(call, inputs, extras))
     else:
         out, lse = _run(call, inputs, extras)
     if wants_lse and x.k_mean is not None:
@@ -144,19 +161,23 @@ def _empty(problem: Problem, out_dtype: torch.dtype, q: Tensor) -> tuple[Tensor,
 # the operator
 
 
-def _arguments(call: Call, inputs: Inputs, extras: Extras) -> tuple:
-    problem, scalars = call.problem, call.scalars[:4]
-    flags = problem.align, problem.is_long, call.out_dtype, call.backend
-    return *inputs, *extras[:EXTRAS], call.is_transposed, *scalars, *flags
+def _arguments(call: Call, inputs: Inputs, extras: Extras) -> dict[str, Any]:
+    values = {**inputs._asdict(), **extras._asdict(), **call.scalars._asdict()}
+    values |= dict(align=call.problem.align, is_long=call.problem.is_long, backend=call.backend)
+    values |= dict(out_dtype=call.out_dtype, is_transposed=call.is_transposed)
+    return {name: values[name] for name in NAMES}
 
 
 def problem_of(
-    q: Tensor, k: Tensor, headdim_v: int, extras: Extras, scalars: Scalars, flags: tuple[str, bool]
+    q: Tensor,
+    k: Tensor,
+    headdim_v: int,
+    extras: Extras,
+    scalars: Scalars,
+    align: str,
+    is_long: bool,
 ) -> Problem:
-    """The Problem of checked inputs in (batch, seqlen, nheads, headdim) order; `flags` are align
-    and is_long.
-    """
-    align, is_long = flags
+    """The Problem of checked inputs in (batch, seqlen, nheads, headdim) order."""
     problem = describe(q, k, k, extras, scalars, align, False, is_long=is_long)
     return problem._replace(headdim_v=headdim_v)
 
@@ -167,47 +188,37 @@ def _parsed(args: tuple) -> tuple[Call, Inputs, Extras]:
     check_devices(TENSORS, args[: len(TENSORS)])
     inputs, extras, scalars = (record_of(x, values) for x in (Inputs, Extras, Scalars))
     headdim_v = inputs.v.shape[2 if values["is_transposed"] else 3]
-    flags = values["align"], values["is_long"]
-    problem = problem_of(inputs.q, inputs.k, headdim_v, extras, scalars, flags)
+    align, is_long = values["align"], values["is_long"]
+    problem = problem_of(inputs.q, inputs.k, headdim_v, extras, scalars, align, is_long)
     call = Call(problem, scalars, values["backend"])
     call.out_dtype, call.is_transposed = values["out_dtype"], values["is_transposed"]
     return call, inputs, extras
 
 
-def _kernel(*args):
-    return _run(*_known(args))
-
-
-def _known(args: tuple) -> tuple[Call, Inputs, Extras]:
-    """`_parsed` with a call that is cached by signature, for compiled graphs, which do not pass
-    through `frontend.fp8.attend`.
+def _kernel(args: tuple):
+    """The operator's results, by a call that is cached by signature, for compiled graphs, which do
+    not pass through `frontend.fp8.attend`.
     """
     tensors, flags = args[: len(TENSORS)], args[len(TENSORS) :]
-    entry = None if needs_dispatcher(tensors) else entry_of(tensors, ("fp8", flags))
-    if entry is None:
-        return _parsed(args)
-    if entry.call is None:
-        entry.call = _parsed(args)[0]
-    return entry.call, Inputs._make(tensors[:INPUTS]), extras_of(tensors[INPUTS:])
+    call = known(tensors, ("fp8", flags), lambda: _parsed(args)[0])
+    return _run(call, Inputs._make(tensors[:OPERANDS]), extras_of(tensors[OPERANDS:]))
 
 
-def _fake(*args):
+def _fake(args: tuple):
     call, inputs, _ = _parsed(args)
     return _empty(call.problem, call.out_dtype, inputs.q)
 
 
-LIBRARY.impl("flash_attn_fp8_forward", _kernel, "CompositeExplicitAutograd")
-torch.library.register_fake("tilewise::flash_attn_fp8_forward", _fake, lib=LIBRARY)
-
-
-def _no_gradient(ctx, *grads):
-    raise NotImplementedError(
+operator(
+    "flash_attn_fp8_forward",
+    f"({schema_of(NAMES)}) -> (Tensor, Tensor)",
+    kernel=_kernel,
+    fake=_fake,
+    backward=refusing(
         "attention of 8-bit tensors has no gradient: pass a Quantized of tensors that require one, "
         'and backward="bf16", to tilewise.attention'
-    )
-
-
-torch.library.register_autograd("tilewise::flash_attn_fp8_forward", _no_gradient, lib=LIBRARY)
+    ),
+)
 
 
 # the backward
@@ -224,25 +235,25 @@ class _StraightThrough(torch.autograd.Function):
         eight_bits = *x[:3], *x.scales, x.k_mean, x.v_mean
         is_rotated, rotary = (False, None) if x.source is None else x.source[3:]
         tables = (None, None, True) if rotary is None else rotary
-        ctx.save_for_backward(out, lse, *eight_bits, *tables[:2], *extras.tensors)
-        ctx.set_materialize_grads(False)
-        ctx.call, ctx.is_rotated, ctx.is_interleaved = call, is_rotated, tables[2]
+        saved = *eight_bits, *tables[:2], *extras.tensors
+        ops.save(ctx, call, tensors=saved, output=(out, lse))
+        ctx.is_rotated, ctx.is_interleaved = is_rotated, tables[2]
         ctx.dtypes = [None if t is None else t.dtype for t in tensors]
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None):  # pyright: ignore[reportIncompatibleMethodOverride]
-        grads: tuple[Tensor | None, ...] = (None,) * 4
-        if not (dout is dlse is None):
-            how = ctx.call, ctx.is_rotated, ctx.is_interleaved
-            differentiate = functools.partial(_differentiated, *how)
-            if torch.is_grad_enabled():  # create_graph: the gradients are to be differentiated
-                differentiate = functools.partial(_Gradients.apply, differentiate)
-            grads = differentiate(dout, dlse, *ctx.saved_tensors)
-            grads = *grads, *(None,) * (4 - len(grads))
-            pairs = zip(grads, ctx.dtypes)
-            grads = tuple(None if x is None else x.to(dtype) for x, dtype in pairs)
-        return *(None,) * 3, *grads
+        if dout is dlse is None:
+            return (None,) * (3 + len(ctx.dtypes))
+        tensors = dout, dlse, *ctx.saved_tensors
+        differentiate = functools.partial(_differentiated, ctx.call, ctx.is_rotated)
+        differentiate = functools.partial(differentiate, ctx.is_interleaved)
+        if torch.is_grad_enabled():  # create_graph: the gradients are to be differentiated
+            grads = apply(_Gradients, differentiate, tensors)
+        else:
+            grads = differentiate(tensors)
+        pairs = zip(grads, ctx.dtypes)
+        return *(None,) * 3, *(None if x is None else x.to(dtype) for x, dtype in pairs)
 
 
 class _Gradients(Once):
@@ -250,21 +261,16 @@ class _Gradients(Once):
 
     @staticmethod
     def forward(differentiate: Callable[..., tuple[Tensor, ...]], *tensors: Tensor | None):
-        return differentiate(*tensors)
+        return differentiate(tensors)
 
 
 def _differentiated(
-    call: Call,
-    is_rotated: bool,
-    is_interleaved: bool,
-    dout: Tensor | None,
-    dlse: Tensor | None,
-    *saved: Any,
-) -> tuple[Tensor, ...]:
-    """The gradients of q, k and v, and of sinks where there are any. `is_rotated` and
-    `is_interleaved` say how the source was quantised.
+    call: Call, is_rotated: bool, is_interleaved: bool, tensors: tuple[Any, ...]
+) -> tuple[Tensor | None, ...]:
+    """The gradients of q, k and v, and of the optional tensors; `tensors` are those of the results
+    and what was saved. `is_rotated` and `is_interleaved` say how the source was quantised.
     """
-    out, lse, q, k, v_t, *optional = saved
+    dout, dlse, out, lse, q, k, v_t, *optional = tensors
     scales, (cos, sin), extras = Scales._make(optional[:3]), optional[5:7], extras_of(optional[7:])
     x = Quantized(q, k, v_t=v_t, scales=scales, k_mean=optional[3], v_mean=optional[4])
     dout = torch.zeros_like(out) if dout is None else dout
@@ -278,7 +284,7 @@ def _differentiated(
         of_q = rows_of(q, lengths.cu_seqlens_q, lengths.seqused_q)
         of_k = rows_of(k, lengths.cu_seqlens_k, lengths.seqused_k)
         dq, dk = turned(dq, back, of_q, of_k), turned(dk, back, of_k)
-    return (dq, dk, dv) if grads.dsinks is None else (dq, dk, dv, grads.dsinks)
+    return dq, dk, dv, *ops.of_optional(call, grads, extras)
 
 
 def meant(x: Quantized, is_rotated: bool, extras: Extras) -> tuple[Tensor, Tensor, Tensor]:

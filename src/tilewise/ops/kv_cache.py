@@ -24,14 +24,12 @@ from ..problem import Call, Extras, Mods, Scalars
 from . import attention as ops
 from .attention import needs_dispatcher
 from .context_parallel import refuse_shards
-from .schema import LIBRARY, check_devices, record_of
+from .schema import check_devices, operator, record_of, refusing
 
 Tensor = torch.Tensor
 NAMES = OPERATORS["flash_attn_cache"]
 TENSORS = *NAMES[:8], *NAMES[-2:]  # in the order of `Cached.tensors`
 READ = f"{schema_of(NAMES[:-2])}, Tensor? k_descale=None, Tensor? v_descale=None"
-LIBRARY.define(f"flash_attn_cache({READ}) -> (Tensor, Tensor)")
-LIBRARY.define(f"flash_attn_cache_out({READ}, *, Tensor(a!) out) -> Tensor")
 
 
 def attention(cached: Cached, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -44,8 +42,8 @@ def attention(cached: Cached, out: Tensor | None = None) -> tuple[Tensor, Tensor
     if not needs_dispatcher(tensors) and peek_interpreter_stack() is None:
         return _run(cached, out)
     if out is None:
-        return torch.ops.tilewise.flash_attn_cache(*_arguments(cached))
-    return out, torch.ops.tilewise.flash_attn_cache_out(*_arguments(cached), out=out)
+        return torch.ops.tilewise.flash_attn_cache(**_arguments(cached))
+    return out, torch.ops.tilewise.flash_attn_cache_out(**_arguments(cached), out=out)
 
 
 def _refuse_tangents(tensors: Iterable[Tensor | None]) -> None:
@@ -83,14 +81,10 @@ def train(cached: Cached, deterministic: bool) -> tuple[Tensor, Tensor]:
     return ops.attention(call, q, k, v, cached.extras, False)
 
 
-def _arguments(cached: Cached) -> tuple:
-    values = {
-        **dict(zip(Cached._fields, cached)),
-        **dict(zip(Extras._fields, cached.extras)),
-        **dict(zip(Scalars._fields, cached.scalars)),
-    }
+def _arguments(cached: Cached) -> dict[str, Any]:
+    values = {**cached._asdict(), **cached.extras._asdict(), **cached.scalars._asdict()}
     values |= dict(captured=list(cached.extras.captured) or None, mask_mod=serialize(cached.mask))
-    return tuple([values[name] for name in NAMES])
+    return {name: values[name] for name in NAMES}
 
 
 def _cached(args: tuple) -> Cached:
@@ -154,36 +148,21 @@ class Repeated:
 def _empty(cached: Cached, out: Tensor | None) -> tuple[Tensor, Tensor]:
     q = cached.q
     if out is None:
-        out = q.new_empty(*q.shape[:-1], cached.v.shape[3])
+        out = q.new_empty((*q.shape[:-1], cached.v.shape[3]))
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return out, q.new_empty(lse_shape(q), dtype=dtype)
 
 
-def _kernel(*args):
-    return _run(_cached(args), None)
-
-
-def _out_kernel(*args, out):
-    return _run(_cached(args), out)[1]
-
-
-def _fake(*args):
-    return _empty(_cached(args), None)
-
-
-def _out_fake(*args, out):
-    return _empty(_cached(args), out)[1]
-
-
-LIBRARY.impl("flash_attn_cache", _kernel, "CompositeExplicitAutograd")
-LIBRARY.impl("flash_attn_cache_out", _out_kernel, "CompositeExplicitAutograd")
-torch.library.register_fake("tilewise::flash_attn_cache", _fake, lib=LIBRARY)
-torch.library.register_fake("tilewise::flash_attn_cache_out", _out_fake, lib=LIBRARY)
-
-
-def no_gradient(ctx, *grads):
-    """The derivative, refused."""
-    raise NotImplementedError("attention with a cache has no gradient")
-
-
-torch.library.register_autograd("tilewise::flash_attn_cache", no_gradient, lib=LIBRARY)
+operator(
+    "flash_attn_cache",
+    f"({READ}) -> (Tensor, Tensor)",
+    kernel=lambda args: _run(_cached(args), None),
+    fake=lambda args: _empty(_cached(args), None),
+    backward=refusing("attention with a cache has no gradient"),
+)
+operator(
+    "flash_attn_cache_out",
+    f"({READ}, *, Tensor(a!) out) -> Tensor",
+    kernel=lambda args, out: _run(_cached(args), out)[1],
+    fake=lambda args, out: _empty(_cached(args), out)[1],
+)

@@ -24,16 +24,17 @@ from ..kernels.common.quantized import (
 from ..kernels.cpu import quantize as plain
 from ..kernels.cpu.quantize import Steps
 from ..tile.rotary import Rotary
-from .attention import needs_dispatcher
-from .calls import entry_of, resolved
-from .schema import LIBRARY, check_devices
+from .attention import known
+from .calls import resolved
+from .schema import check_devices, operator, record_of, refusing
 
 Tensor = torch.Tensor
 Given = tuple[Tensor | None, Tensor | None, Tensor | None]
 NAMES = "scales.q", "scales.k", "scales.v"
 OPERANDS = "q", "k", "v", "q_scale", "k_scale", "v_scale", *Lengths._fields, "cos", "sin"
-LIBRARY.define(
-    "quantize(Tensor q, Tensor k, Tensor v, Tensor? q_scale, Tensor? k_scale, Tensor? v_scale, "
+ARGUMENTS = *OPERANDS, "interleaved", *Steps._fields
+SCHEMA = (
+    "(Tensor q, Tensor k, Tensor v, Tensor? q_scale, Tensor? k_scale, Tensor? v_scale, "
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, "
     "Tensor? cos, Tensor? sin, bool interleaved, bool rotate, bool smooth_k, bool smooth_v) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
@@ -63,7 +64,8 @@ def quantize(
     if not (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()):
         return _run(call, inputs, scales=scales, of=of, rotary=rotary)
     tables, steps = (None, None, True) if rotary is None else rotary, call.steps
-    outputs = torch.ops.tilewise.quantize(*inputs, *scales, *of, *tables, *steps)
+    arguments = dict(zip(ARGUMENTS, (*inputs, *scales, *of, *tables, *steps)))
+    outputs = torch.ops.tilewise.quantize(**arguments)
     of_data = zip(scales, outputs[3:6])
     used_scales = Scales._make(x if scale is None else scale for scale, x in of_data)
     k_mean = outputs[6] if steps.smooth_k else None
@@ -102,14 +104,13 @@ def quantizer_for(x: Tensor) -> Any:
     return plain if name is None else importlib.import_module(name)
 
 
-def _kernel(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    scales, of, (cos, sin, interleaved) = rest[:3], Lengths._make(rest[3:7]), rest[7:10]
-    rotary = None if cos is None else Rotary(cos, sin, interleaved=interleaved)
-    tensors, call = (q, k, v, *rest[:9]), CallQuantize(Steps(rest[10], rest[11], smooth_v=rest[12]))
+def _kernel(args: tuple) -> tuple[Tensor, ...]:
+    values, tensors = dict(zip(ARGUMENTS, args)), args[: len(OPERANDS)]
     check_devices(OPERANDS, tensors)
-    entry = None if needs_dispatcher(tensors) else entry_of(tensors, ("quantize", rest[9:]))
-    if entry is not None:
-        call = entry.call = entry.call or call
+    (q, k, v), scales, of = args[:3], args[3:6], record_of(Lengths, values)
+    rotary = None if values["cos"] is None else record_of(Rotary, values)
+    key = "quantize", args[len(OPERANDS) :]
+    call = known(tensors, key, lambda: CallQuantize(record_of(Steps, values)))
     quantized = _run(call, (q, k, v), scales=scales, of=of, rotary=rotary)
     # What is given or left out is not returned: an output may neither alias an input nor be None
     of_data = (x if scale is None else None for scale, x in zip(scales, quantized.scales))
@@ -117,10 +118,11 @@ def _kernel(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     return *quantized[:3], *(q.new_empty(0, dtype=torch.float32) if x is None else x for x in fp32)
 
 
-def _fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    check_devices(OPERANDS, (q, k, v, *rest[:9]))
-    scales, starts = rest[:3], rest[3]
-    _, smooth_k, smooth_v = rest[10:]
+def _fake(args: tuple) -> tuple[Tensor, ...]:
+    values = dict(zip(ARGUMENTS, args))
+    check_devices(OPERANDS, args[: len(OPERANDS)])
+    (q, k, v), scales, starts = args[:3], args[3:6], values["cu_seqlens_q"]
+    steps = record_of(Steps, values)
     sequences, columns = q.shape[0], columns_of(v.shape[1])
     if starts is not None:
         sequences = starts.shape[0] - 1
@@ -132,21 +134,21 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     heads = sequences, k.shape[2]
     return (
         *(x.new_empty(x.shape, dtype=FP8) for x in (q, k)),
-        v.new_empty(v.shape[0], *v.shape[2:], columns, dtype=FP8),
+        v.new_empty((v.shape[0], *v.shape[2:], columns), dtype=FP8),
         *(number(x is None, heads) for x in scales),
-        number(smooth_k, (*heads, k.shape[3])),
-        number(smooth_v, (*heads, v.shape[3])),
-        number(smooth_v and v.shape[3] > TWO_LEVELS, ()),
+        number(steps.smooth_k, (*heads, k.shape[3])),
+        number(steps.smooth_v, (*heads, v.shape[3])),
+        number(steps.smooth_v and v.shape[3] > TWO_LEVELS, ()),
     )
 
 
-def _no_gradient(ctx, *grads):
-    raise NotImplementedError(
+operator(
+    "quantize",
+    SCHEMA,
+    kernel=_kernel,
+    fake=_fake,
+    backward=refusing(
         "8-bit tensors have no gradient: pass what tilewise.quantize returns, and "
         'backward="bf16", to tilewise.attention'
-    )
-
-
-LIBRARY.impl("quantize", _kernel, "CompositeExplicitAutograd")
-torch.library.register_fake("tilewise::quantize", _fake, lib=LIBRARY)
-torch.library.register_autograd("tilewise::quantize", _no_gradient, lib=LIBRARY)
+    ),
+)

@@ -1,8 +1,8 @@
-"""How a call crosses torch.library: its tensors, and the Problem's fields as scalars."""
+"""How calls cross torch.library: operators, their tensors, and the Problem's fields as scalars."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,11 +22,7 @@ SAVED_TENSORS = len(Saved._fields)  # to a backward
 class Options(NamedTuple):
     """The arguments of an operator after its tensors."""
 
-    scale: float
-    softcap: float
-    left: int
-    right: int
-    dropout_p: float
+    scalars: Scalars  # five arguments
     align: str
     deterministic: bool
     mask_mod: str  # a text, and so are the next two
@@ -38,11 +34,6 @@ class Options(NamedTuple):
     backend: str | None
 
     @property
-    def scalars(self) -> Scalars:
-        """The numbers among them."""
-        return Scalars(self.scale, self.softcap, self.left, self.right, self.dropout_p)
-
-    @property
     def mods(self) -> Mods:
         """The modifiers among them."""
         score, derivative = (
@@ -52,9 +43,46 @@ class Options(NamedTuple):
         return Mods(deserialize(self.mask_mod, MASK), score, derivative, (rows, keys))
 
 
-CALL = schema_of((*Extras._fields, *Options._fields))
+NUMBERS = len(Scalars._fields)
+CALL_NAMES = *Extras._fields, *Scalars._fields, *Options._fields[1:]
+CALL = schema_of(CALL_NAMES)
+FORWARD = "q", "k", "v", *CALL_NAMES
+BACKWARD = *Saved._fields, *CALL_NAMES
 FLAGS = "align", "deterministic", "has_bias_grad", "is_long"  # of a Problem
 SAVED = "Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse"
+
+
+def operator(
+    name: str,
+    schema: str,
+    kernel: Callable[..., Any],
+    fake: Callable[..., Any],
+    backward: Callable | None = None,
+    setup_context: Callable | None = None,
+    vmap: Callable | None = None,
+) -> None:
+    """Defines an operator. What computes it, and what gives its outputs' shapes, take its arguments
+    as one tuple; arguments by keyword alone stay so.
+    """
+    LIBRARY.define(name + schema)
+    full_name = f"{LIBRARY.ns}::{name}"
+    LIBRARY.impl(name, lambda *args, **named: kernel(args, **named), "CompositeExplicitAutograd")
+    register_fake = torch.library.register_fake
+    register_fake(full_name, lambda *args, **named: fake(args, **named), lib=LIBRARY)
+    if backward is not None:
+        register = torch.library.register_autograd
+        register(full_name, backward, setup_context=setup_context, lib=LIBRARY)
+    if vmap is not None:
+        torch.library.register_vmap(full_name, vmap, lib=LIBRARY)
+
+
+def refusing(message: str) -> Callable[..., Any]:
+    """A derivative that is refused."""
+
+    def refuse(ctx, *grads):
+        raise NotImplementedError(message)
+
+    return refuse
 
 
 def check_devices(names: Sequence[str], tensors: Sequence[Tensor | None]) -> None:
@@ -76,11 +104,11 @@ def record_of(record: Any, values: Mapping[str, Any]) -> Any:
     return record(**{name: values[name] for name in record._fields if name in values})
 
 
-def options_of(call: Call) -> Options:
-    """The inverse of `problem_from`."""
+def options_of(call: Call) -> dict[str, Any]:
+    """A call's arguments after its tensors, by name: the inverse of `problem_from`."""
     problem, scalars, mods = call.problem, call.scalars, call.problem.mods
-    return Options(
-        *scalars,
+    return dict(
+        zip(Scalars._fields, scalars),
         align=problem.align,
         deterministic=problem.deterministic,
         mask_mod=serialize(mods.mask),
@@ -91,6 +119,11 @@ def options_of(call: Call) -> Options:
         is_long=problem.is_long,
         backend=call.backend,
     )
+
+
+def arguments_of(call: Call, extras: Extras) -> dict[str, Any]:
+    """The arguments of a call by name, but for those that are always there."""
+    return {**dict(zip(Extras._fields, extras.arguments)), **options_of(call)}
 
 
 def flat(args: tuple, before: int) -> tuple[tuple, tuple]:
@@ -104,7 +137,12 @@ def flat(args: tuple, before: int) -> tuple[tuple, tuple]:
 def parts_of(args: tuple, before: int) -> tuple[tuple, Extras, Options]:
     """An operator's arguments: the tensors before the extras, the extras, and the rest."""
     tensors, options = flat(args, before)
-    return tensors[:before], extras_of(tensors[before:]), Options._make(options)
+    return tensors[:before], extras_of(tensors[before:]), options_from(options)
+
+
+def options_from(values: Sequence[Any]) -> Options:
+    """Options of an operator's arguments after its tensors."""
+    return Options._make((Scalars._make(values[:NUMBERS]), *values[NUMBERS:]))
 
 
 def problem_from(inputs: Sequence[Tensor], extras: Extras, options: Options) -> Problem:
@@ -117,11 +155,9 @@ def problem_from(inputs: Sequence[Tensor], extras: Extras, options: Options) -> 
     return describe(q, k, v, extras=extras, scalars=options.scalars, mods=mods, **flags)
 
 
-def no_double_backward(ctx, *grads):
-    """The derivative of a gradient, refused."""
-    raise NotImplementedError(
-        "attention is differentiable once: for a second derivative use tilewise.attention_reference"
-    )
+no_double_backward = refusing(
+    "attention is differentiable once: for a second derivative use tilewise.attention_reference"
+)
 
 
 class Once(torch.autograd.Function):
@@ -138,3 +174,8 @@ class Once(torch.autograd.Function):
     @staticmethod
     def jvp(ctx, *tangents):
         no_double_backward(ctx)
+
+
+def apply(function: type[torch.autograd.Function], call: Any, tensors: Sequence[Any]) -> Any:
+    """A Function of a call, which has no gradient, and of tensors."""
+    return function.apply(call, *tensors)

@@ -12,8 +12,8 @@ import torch
 
 from ..features import FEATURES
 from ..mods.flat import indices_used
-from ..problem import OPTIONAL, Extras
-from .schema import Options
+from ..problem import INPUTS, OPTIONAL, Extras, Grads
+from .schema import options_from
 
 _registered = False
 
@@ -43,13 +43,13 @@ def register() -> bool:
 
 
 def _forward_rules(q, k, v, *call) -> list[tuple]:
-    return [([way.bshd, way.bhs], [way.bshd] * 3 + way.call) for way in _ways(q, k, call=call)]
+    return [([way.bshd, way.bhs], [way.bshd] * INPUTS + way.call) for way in _ways(q, k, call=call)]
 
 
 def _backward_rules(dout, dlse, q, k, v, out, lse, *call) -> list[tuple]:
     rules = []
     for way in _ways(q, k, call=call):
-        grads = [way.bshd] * 3 + [way.dsinks, way.dbias]
+        grads = [way.bshd] * INPUTS + way.grads
         saved = [_if(dout, way.bshd), _if(dlse, way.bhs)] + [way.bshd] * 4 + [way.bhs]
         rules.append((grads, saved + way.call))
     return rules
@@ -61,8 +61,7 @@ class _Way(NamedTuple):
     bshd: Any
     bhs: Any
     call: list  # the optional tensors, and nothing for the other arguments
-    dsinks: Any
-    dbias: Any
+    grads: list  # of the optional tensors that have one
 
 
 def _ways(q, k, call) -> list[_Way]:
@@ -75,27 +74,27 @@ def _ways(q, k, call) -> list[_Way]:
 
     extras, (captured, *options) = dict(zip(Extras._fields, call[:OPTIONAL])), call[OPTIONAL:]
     used = {name: x for name, x in extras.items() if x is not None}
-    mentioned = indices_used(Options._make(options).mods)
-    whole, first, second = Replicate(), Shard(0), Shard(1)
+    mentioned = indices_used(options_from(options).mods)
+    whole = Replicate()
 
-    def along(size: str) -> list:
-        """The optional tensors where the mesh cuts this size."""
-        places = {}
+    def along(size: str, bshd: Any, bhs: Any) -> _Way:
+        """The way that cuts this size. What is not cut by it has a part of its gradient there."""
+        places, of_grads = {}, {}
         for name, x in used.items():
             shape = FEATURES[name].shape_of(len(x.shape))
             places[name] = Shard(shape.index(size)) if size in shape else whole
-        return [places.get(name) for name in extras] + [None] * (1 + len(options))
+            of_grads[f"d{name}"] = places[name] if size in shape or not size else Partial()
+        call = [places.get(name) for name in extras] + [None] * (1 + len(options))
+        return _Way(bshd, bhs, call, [of_grads.get(name, whole) for name in Grads._fields[INPUTS:]])
 
-    ways = [_Way(whole, whole, call=along(""), dsinks=whole, dbias=whole)]
+    ways = [along("", whole, whole)]
     if captured or any(FEATURES[name].is_whole for name in used):
         return ways
     is_packed = "cu_seqlens_q" in used or "cu_seqlens_k" in used  # a cut of a batch of 1 is none
     if not is_packed and "b" not in mentioned:
-        dsinks = Partial() if "sinks" in used else whole
-        ways.append(_Way(first, first, call=along("batch"), dsinks=dsinks, dbias=whole))
+        ways.append(along("batch", Shard(0), Shard(0)))
     if "h" not in mentioned and _groups_stay_whole(q.shape[2], k.shape[2], tuple(q.mesh.shape)):
-        dsinks = first if "sinks" in used else whole
-        ways.append(_Way(Shard(2), second, call=along("nheads"), dsinks=dsinks, dbias=whole))
+        ways.append(along("nheads", Shard(2), Shard(1)))
     return ways
 
 
