@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tilewise.explain.call import options_of
 from tilewise.explain.shapes import FP8, Shape
 from tilewise.testing import tolerance
 
 from . import fp8
+from .arguments import options_of
 from .modifiers import bias_of
 from .providers import Attend
 from .standards import Inputs, Standards, joined, standards

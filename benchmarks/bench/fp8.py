@@ -15,11 +15,11 @@ from typing import Any, cast
 import torch
 
 from tilewise import Quantized, quantize
-from tilewise.explain.call import options_of
 from tilewise.explain.shapes import FP8, Shape
 from tilewise.kernels.common.quantized import Lengths
 from tilewise.kernels.cpu.quantize import dequantize
 
+from .arguments import options_of
 from .standards import Inputs
 
 Tensor = torch.Tensor

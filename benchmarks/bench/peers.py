@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from tilewise.explain.call import options_of, packing_of
+from tilewise.explain.call import packing_of
 from tilewise.explain.modifiers import words_of
 from tilewise.explain.shapes import FP8, Shape
+
+from .arguments import options_of
 
 if TYPE_CHECKING:
     from .providers import Attend

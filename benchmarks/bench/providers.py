@@ -16,11 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tilewise.explain.call import call_of, options_of, packing_of, score_of
+from tilewise.explain.call import call_of, packing_of, score_of
 from tilewise.explain.modifiers import BIASES
 from tilewise.explain.shapes import FP8, Shape
 
 from . import fp8, peers
+from .arguments import options_of
 from .modifiers import predicate_of
 
 Tensor = torch.Tensor

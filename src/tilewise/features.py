@@ -30,6 +30,7 @@ class Feature(NamedTuple):
     shapes: tuple[tuple[str, ...], ...] = ()
     dtypes: tuple[torch.dtype, ...] = ()
     is_whole: bool = False  # whether no shard or mapped call may take a part of it
+    option: str = ""  # of `tilewise explain`, and its field of a shape
     cached: str = ""
     fp8: str = ""
     sharded: str = ""
@@ -44,11 +45,15 @@ class Feature(NamedTuple):
 
 
 FEATURES = {
-    "softcap": Feature("softcap", "has_softcap"),
+    "softcap": Feature("softcap", "has_softcap", option="softcap"),
     "alibi_slopes": Feature(
-        "ALiBi", "has_alibi", shapes=(("nheads",), ("batch", "nheads")), dtypes=(torch.float32,)
+        "ALiBi",
+        "has_alibi",
+        shapes=(("nheads",), ("batch", "nheads")),
+        dtypes=(torch.float32,),
+        option="alibi",
     ),
-    "sinks": Feature("sinks", "has_sinks", shapes=(("nheads",),), dtypes=FLOATS),
+    "sinks": Feature("sinks", "has_sinks", shapes=(("nheads",),), dtypes=FLOATS, option="sinks"),
     "seqused_k": Feature(
         "seqused_k", "has_seqused_k", shapes=(("batch",),), dtypes=INT32, sharded=PADDING
     ),
@@ -99,6 +104,7 @@ FEATURES = {
     ),
     "out": Feature(fp8="leave it out, and use what is returned", sharded="it returns new tensors"),
 }
+OPTIONS = {x.option: name for name, x in FEATURES.items() if x.option}
 REFUSALS = {
     "cached": "{name} with a cache, split_size or out is not supported: {remedy}",
     "fp8": "{name} with FP8 products is not supported: {remedy}",

@@ -24,14 +24,13 @@ def test_pieces_slots_and_programs_of_a_batch():
     assert (cut.split_size, cut.of_longest, cut.total, cut.room) == (512, 16, 64, 16)
     assert cut.slots == 16 * 4 * 32 and cut.slot_bytes == 130 * 4 and cut.idle == 0
     splits, fold = found.launches
-    assert splits.launch.kernel == "attn_split_kernel" and splits.launch.tiles == 4 * 8 * 15
-    assert (
-        fold.launch.kernel == "attn_fold_kernel" and fold.launch.tiles == 4 * 8 * 4
-    )  # of 32 columns
-    assert found.moved.kv == 2 * 4 * 8192 * 8 * 128 * 2
-    assert found.moved.partials == 2 * cut.workspace * 15 // 16
-    assert found.intensity < 4.0 < found.roof.ridge
-    assert found.least_ms == pytest.approx(found.moved.total / found.roof.bandwidth / 1e9)
+    assert splits.kernel == "attn_split_kernel" and splits.tiles == 4 * 8 * 15
+    assert fold.kernel == "attn_fold_kernel" and fold.tiles == 4 * 8 * 4  # of 32 columns
+    assert found.shape.kv_bytes == 2 * 4 * 8192 * 8 * 128 * 2
+    assert found.pieces.state_bytes(found.shape) == 2 * cut.workspace * 15 // 16
+    assert found.work.intensity < 4.0 < found.work.roof.ridge
+    nbytes, roof = found.work.moved.once, found.work.roof
+    assert found.work.least_ms == pytest.approx(nbytes / roof.bandwidth / 1e9)
 
 
 def test_slots_are_as_the_plan_allocates_them():
@@ -50,7 +49,7 @@ def test_a_ragged_batch_has_programs_without_a_piece():
     found = explained(of, split_size=256, backend="portable")
     each = [len(pieces(0, n, 256)) for n in (700, 9000, 3)]
     assert found.pieces.total == sum(each) and found.pieces.of_longest == each[1]
-    assert found.launches[0].launch.tiles == 3 * 2 * each[1]
+    assert found.launches[0].tiles == 3 * 2 * each[1]
     assert found.pieces.idle == 2 * (3 * each[1] - sum(each))
 
 
@@ -58,12 +57,16 @@ def test_programs_that_walk_all_pieces_need_no_slots():
     """Of 32 sequences they are two an SM."""
     found = explained(decode(32, 8192, LLAMA), backend="portable")
     (one,) = found.launches
-    assert one.launch.tiles == 32 * 8 and found.pieces.slots == found.moved.partials == 0
+    assert one.tiles == 32 * 8 and found.pieces.slots == found.pieces.state_bytes(found.shape) == 0
 
 
 def test_one_piece_and_too_many_need_no_slots():
     short = explained(decode(4, 300, LLAMA), backend="portable")
-    assert len(short.launches) == 1 and short.pieces.slots == 0 and short.moved.partials == 0
+    assert (
+        len(short.launches) == 1
+        and short.pieces.slots == 0
+        and short.pieces.state_bytes(short.shape) == 0
+    )
     long = explained(decode(64, 1 << 15, LLAMA, queries=8), split_size=64, backend="portable")
     assert len(long.launches) == 1 and long.pieces.slots == 0
 
@@ -72,14 +75,16 @@ def test_hopper_divides_tiles_among_its_programs():
     found = explained(decode(32, 8192, LLAMA, page_size=16))
     assert found.backend == "hopper"
     (one,) = found.launches
-    assert one.launch.kernel == "hopper_decode_kernel" and one.launch.is_persistent
-    assert (one.launch.block_m, one.launch.block_n) == (8, 64)
-    assert one.launch.tiles == 32 * 8 * 16 and one.at_once == 132
+    assert one.kernel == "hopper_decode_kernel" and one.is_persistent
+    assert (one.block_m, one.block_n) == (8, 64)
+    assert one.tiles == 32 * 8 * 16 and one.at_once == 132
     cut = found.pieces
     assert cut.slots == 16 * 32 * 32 and not cut.are_all_used
-    assert found.moved.partials == 0  # of tiles that are whole; how many, lengths decide
+    assert (
+        found.pieces.state_bytes(found.shape) == 0
+    )  # of tiles that are whole; how many, lengths decide
     chunk = explained(decode(1, 1 << 15, LLAMA, queries=2048))
-    assert chunk.launches[0].launch.block_m == 128 and chunk.pieces.slots == 0
+    assert chunk.launches[0].block_m == 128 and chunk.pieces.slots == 0
 
 
 def test_a_backend_refuses_as_it_does_in_a_call():
@@ -90,14 +95,15 @@ def test_a_backend_refuses_as_it_does_in_a_call():
 
 
 def test_pages_are_counted_among_the_bytes():
-    plain, paged = (explained(decode(2, 1000, LLAMA, page_size=n)).moved for n in (0, 16))
-    assert paged.others - plain.others == 2 * 63 * 4 and paged.kv == plain.kv
+    plain, paged = (decode(2, 1000, LLAMA, page_size=n) for n in (0, 16))
+    assert paged.other_bytes - plain.other_bytes == 2 * 63 * 4
+    assert paged.kv_bytes == plain.kv_bytes
 
 
 def test_the_cpu_is_explained():
     found = explained(decode(1, 1000, (4, 2, 32), dtype="float32"), "cpu")
     assert found.backend == "cpu" and found.launches == [] and found.pieces.slots == 0
-    assert found.pieces.split_size == 512 and found.moved.partials == 0
+    assert found.pieces.split_size == 512 and found.pieces.state_bytes(found.shape) == 0
 
 
 def test_nothing_serves_what_no_kernel_reads():

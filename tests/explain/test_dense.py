@@ -8,7 +8,7 @@ from tilewise import dispatch
 from tilewise.explain import dense as explain_module
 from tilewise.explain.call import call_of
 from tilewise.explain.cards import CARDS, Roof, card_for, cpu_roof
-from tilewise.explain.dense import answers_of, explain, way_of_cpu
+from tilewise.explain.dense import answers_of_call, explain, way_of_cpu
 from tilewise.explain.occupancy import occupancy
 from tilewise.explain.shapes import Shape
 
@@ -27,13 +27,13 @@ def triton():
 
 def test_backends_answer_for_the_gpu_that_is_asked_about(triton):
     call = call_of(square("fwd", 512, 128, True))
-    kinds = {x.backend: x.kind for x in answers_of(call, "sm90")}
+    kinds = {x.backend: x.kind for x in answers_of_call(call, "sm90")}
     assert kinds == {"hopper": "serves", "portable": "serves", "cpu": "refuses"}
-    kinds = {x.backend: x.kind for x in answers_of(call, "sm80")}
+    kinds = {x.backend: x.kind for x in answers_of_call(call, "sm80")}
     assert kinds == {"hopper": "refuses", "portable": "serves", "cpu": "refuses"}
-    kinds = {x.backend: x.kind for x in answers_of(call, "cpu")}
+    kinds = {x.backend: x.kind for x in answers_of_call(call, "cpu")}
     assert kinds == {"hopper": "refuses", "portable": "refuses", "cpu": "serves"}
-    small = {x.backend: x for x in answers_of(call_of(square("fwd", 512, 32, True)), "sm90")}
+    small = {x.backend: x for x in answers_of_call(call_of(square("fwd", 512, 32, True)), "sm90")}
     assert (
         small["hopper"].kind == "slower" and "portable kernel is faster" in small["hopper"].reason
     )
@@ -43,7 +43,7 @@ def test_asking_leaves_no_trace(triton):
     from tilewise.kernels import hopper
 
     before = hopper._is_hopper
-    answers_of(call_of(square("fwd", 512, 128, True)), "sm90")
+    answers_of_call(call_of(square("fwd", 512, 128, True)), "sm90")
     assert hopper._is_hopper is before
     assert dispatch.choose(call_of(square("fwd", 64, 64, True)).problem, torch.device("cpu")).NAME
 
@@ -52,14 +52,14 @@ def test_tiles_are_those_of_the_tables(triton):
     found = explained(square("fwd+bwd", 4096, 128, False))
     assert found.backend == "hopper"
     forward, backward = found.launches
-    assert (forward.launch.block_m, forward.launch.block_n) == (128, 128)
-    assert forward.launch.tiles == 4 * 16 * 32 and forward.waves == 2048 / 132
-    assert backward.launch.kernel == "hopper_bwd_kernel"
+    assert (forward.block_m, forward.block_n) == (128, 128)
+    assert forward.tiles == 4 * 16 * 32 and forward.waves == 2048 / 132
+    assert backward.kernel == "hopper_bwd_kernel"
     assert forward.built is None and forward.failed == "not asked"
     portable = explained(square("fwd+bwd", 4096, 64, True), backend="portable")
-    names = [one.launch.kernel for one in portable.launches]
+    names = [one.kernel for one in portable.launches]
     assert names == ["attn_fwd_kernel", "attn_bwd_dkdv_kernel", "attn_bwd_dq_kernel"]
-    assert (portable.launches[0].launch.block_m, portable.launches[0].launch.block_n) == (64, 64)
+    assert (portable.launches[0].block_m, portable.launches[0].block_n) == (64, 64)
 
 
 @pytest.mark.compile
@@ -96,7 +96,7 @@ def test_pairs_are_counted_to_the_pair(triton):
     found = explained(one)
     assert found.work.pairs == 32 * 16 * 8192 and found.work.side == "memory"
     (launched,) = found.launches
-    assert launched.launch.pack == 4 and launched.launch.tiles == 32 * 4
+    assert launched.pack == 4 and launched.tiles == 32 * 4
     assert found.work.moved.tiled == found.work.moved.once
     causal = explained(square("fwd", 100, 64, True, tokens=100, hidden=64), "cpu")
     assert causal.work.pairs == 100 * 101 / 2
@@ -104,7 +104,7 @@ def test_pairs_are_counted_to_the_pair(triton):
 
 def test_a_large_batch_takes_no_memory(triton):
     found = explained(square("fwd+bwd", 65536, 128, True, tokens=65536 * 4096))
-    assert found.launches[0].launch.tiles == 4096 * 16 * 512
+    assert found.launches[0].tiles == 4096 * 16 * 512
 
 
 def test_what_nothing_serves_is_explained_too(triton):

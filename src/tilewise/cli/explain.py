@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import sys
 
 import click
 
+from ..features import FEATURES, OPTIONS
 from .explain_tables import (
     common_record,
     launch_column,
-    on_card,
     plain,
     roof_rows,
     show_answers,
     show_launches,
+    title_of,
     verdict,
 )
 from .options import DIRECTIONS, DTYPES, FP8, Exit, Finite, Known, OneInt, backend_option, together
 from .picture import png_option, roofline
 from .tables import console, digits, table
 
-SCORES = ("window", "softcap", "alibi", "sinks")
-FEATURES = (*SCORES, "modifier", "deterministic")
+SCORES = "window", *OPTIONS
+REQUESTS = *SCORES, "modifier", "deterministic"
 
 
 def _sequences(lengths: str) -> tuple[int, ...]:
@@ -62,9 +62,12 @@ feature_options = together(
         type=click.IntRange(0),
         help="Visible keys before a query's own; needs --causal.",
     ),
-    click.option("--softcap", type=Finite(0), default=0.0),
-    click.option("--alibi", is_flag=True),
-    click.option("--sinks", is_flag=True),
+    *(
+        click.option(f"--{option}", is_flag=True)
+        if FEATURES[name].shapes
+        else click.option(f"--{option}", type=Finite(0), default=0.0)
+        for option, name in OPTIONS.items()
+    ),
     click.option(
         "--modifier",
         default="",
@@ -114,24 +117,23 @@ def explain(
         raise click.UsageError("--page-size and --split-size are of a cache: --cache")
     if options["dtype"] in FP8 and (has_cache or png or options["direction"] != "fwd"):
         raise click.UsageError("--dtype fp8 is of forwards, without --cache and --png")
+    page = sys.modules[__name__]
     with in_words():
         if options["dtype"] in FP8:
             from ..explain.fp8 import explain_fp8
 
-            page = importlib.import_module(f"{__package__}.explain_fp8")
             options.pop("deterministic")
             explanation = explain_fp8(shape_of(**options), target, card=card, backend=backend)
         elif has_cache:
             from ..explain.cache import explain_cache
             from . import explain_cache as page
 
-            of = page.step_of(options, page_size, FEATURES)
+            of = page.step_of(options, page_size, REQUESTS)
             explanation = explain_cache(of, target, card, split_size, backend, with_compiler)
         else:
             from ..explain.dense import explain as explained
 
-            page, deterministic = sys.modules[__name__], options.pop("deterministic")
-            shape = shape_of(**options)
+            deterministic, shape = options.pop("deterministic"), shape_of(**options)
             explanation = explained(shape, target, card, backend, deterministic, with_compiler)
     if as_json:
         click.echo(json.dumps(page.as_record(explanation), indent=1))
@@ -160,10 +162,9 @@ def in_words():
 
 def picture_of(found) -> tuple:
     """Title, roof and points of its picture."""
-    title = f"{found.shape} on {on_card(found)}"
     moved, flops = found.work.moved, found.work.flops
     points = {"each tensor once": flops / moved.once, "no cache": flops / moved.tiled}
-    return title, found.work.roof, points
+    return title_of(found), found.work.roof, points
 
 
 def machine_of(target: str | None, gpu: str | None):
@@ -209,19 +210,26 @@ def shape_of(
     if lengths:
         seqlens = _sequences(lengths)
         batch, seqlen, seqlen_k = len(seqlens), max(seqlens), max(seqlens)
-    sizes = direction, batch, seqlen, seqlen_k or seqlen, heads, kv_heads, headdim, headdim_v
     return Shape(
-        *sizes, options.pop("causal"), (DTYPES | FP8)[dtype], **{**options, "lengths": lengths}
+        direction=direction,
+        batch=batch,
+        seqlen_q=seqlen,
+        seqlen_k=seqlen_k or seqlen,
+        nheads=heads,
+        nheads_k=kv_heads,
+        headdim=headdim,
+        headdim_v=headdim_v,
+        dtype=(DTYPES | FP8)[dtype],
+        **{**options, "lengths": lengths},
     )
 
 
 def show(screen, found) -> None:
     """Tables: backends, launches, work."""
-    if show_answers(screen, found, what=str(found.shape), how=found.how):
+    if show_answers(screen, found, what=str(found.shape), how=found.how) and found.work:
         show_launches(screen, found, columns=list(map(launch_column, found.launches)))
         screen.print(table(["work", ""], work_rows(found)))
-        work = found.work
-        screen.print(verdict(found, work.intensity, work.roof, f"{digits(work.least_ms)} ms"))
+        screen.print(verdict(found, f"{digits(found.work.least_ms)} ms"))
 
 
 def work_rows(found) -> list[tuple[str, str]]:
@@ -245,7 +253,10 @@ def work_rows(found) -> list[tuple[str, str]]:
 
 def as_record(found) -> dict:
     """The explanation as JSON takes it."""
-    work = found.work
+    work, common = found.work, common_record(found)
+    if work is None:
+        return {**common, "products": found.how}
+    launches = [one.record for one in found.launches]
     sums = dict(intensity=work.intensity, side=work.side, least_ms=work.least_ms)
     fields = {**work._asdict(), "moved": work.moved._asdict(), "roof": work.roof._asdict(), **sums}
-    return {**common_record(found, found.shape), "how": found.how, "work": fields}
+    return {**common, "launches": launches, "how": found.how, "work": fields}

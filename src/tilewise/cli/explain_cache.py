@@ -8,11 +8,11 @@ from .explain_tables import (
     LAUNCH,
     common_record,
     launch_column,
-    on_card,
     plain,
     roof_rows,
     show_answers,
     show_launches,
+    title_of,
     verdict,
 )
 from .options import DTYPES
@@ -48,31 +48,30 @@ def step_of(options: dict, page_size: int | None, features: tuple[str, ...]):
 
 def show(screen, found) -> None:
     """Tables: backends, launches, pieces and bytes."""
-    of = found.of
+    of = found.shape
     queries = "1 query" if of.seqlen_q == 1 else f"{of.seqlen_q} queries"
     pages = f"pages of {of.page_size}" if of.page_size else "no pages"
     if not show_answers(screen, found, what=f"{of}, {queries}, {pages},"):
         return
     columns = [launch_column(one) for one in found.launches]
     for number, (column, one) in enumerate(zip(columns, found.launches)):
-        beside = "all pieces" if number else f"{one.launch.block_n} keys"
-        column[0] = f"{one.launch.block_m} rows (queries x heads) x {beside}"
-        if one.launch.is_persistent and found.in_pieces:
+        beside = "all pieces" if number else f"{one.block_n} keys"
+        column[0] = f"{one.block_m} rows (queries x heads) x {beside}"
+        if one.is_persistent and found.how:
             column[TILES], column[TILES + 1] = f"{column[TILES]}, counted by pieces", "one an SM"
     show_launches(screen, found, columns=columns)
     screen.print(table(["pieces", ""], piece_rows(found)))
     screen.print(table(["work", ""], work_rows(found)))
-    least = f"{plain(found.least_ms * 1e3)} us"
-    screen.print(verdict(found, found.intensity, roof=found.roof, least=least))
+    screen.print(verdict(found, f"{plain(found.work.least_ms * 1e3)} us"))
 
 
 def piece_rows(found) -> list[tuple[str, str]]:
     """How keys are cut, and where what is known of the pieces lies."""
     cut = found.pieces
     total = f"{cut.of_longest} of the longest sequence, {cut.total:,} in the batch"
-    if not found.in_pieces:
+    if not found.how:
         return [("keys are summed", "by each tile of queries in turn, as in the training forward")]
-    rows = [("keys are summed", f"in pieces: {found.in_pieces}")]
+    rows = [("keys are summed", f"in pieces: {found.how}")]
     rows.append(("split_size", f"{cut.split_size:,} keys, part of the arithmetic"))
     rows.append(("pieces", total))
     if not found.launches:
@@ -88,35 +87,38 @@ def piece_rows(found) -> list[tuple[str, str]]:
 
 def work_rows(found) -> list[tuple[str, str]]:
     """Bytes, FLOPs and the roof."""
-    moved, roof = found.moved, found.roof
-    cut, states = found.pieces, moved.partials
-    share = f"{states / 1e6:,.2f} MB, {100 * states / moved.kv:.1f} % of those"
+    of, cut, work = found.shape, found.pieces, found.work
+    states = cut.state_bytes(of)
+    share = f"{states / 1e6:,.2f} MB, {100 * states / of.kv_bytes:.1f} % of those"
     between = ("of states between the launches", share)
     if cut.slots and not cut.are_all_used:
-        most = 2 * cut.total * cut.slot_bytes * found.of.seqlen_q * found.of.nheads
+        most = 2 * cut.total * cut.slot_bytes * of.seqlen_q * of.nheads
         between = ("of states of shared tiles", f"at most {most / 1e6:,.2f} MB")
     return [
-        ("bytes of keys and values", f"{moved.kv / 1e6:,.1f} MB"),
+        ("bytes of keys and values", f"{of.kv_bytes / 1e6:,.1f} MB"),
         between,
-        ("of queries, out, LSE and table", f"{moved.others / 1e6:,.2f} MB"),
-        ("FLOPs", f"{found.of.flops / 1e9:,.3g} G, {plain(found.intensity)} a byte"),
-        *roof_rows(roof),
+        ("of queries, out, LSE and table", f"{of.other_bytes / 1e6:,.2f} MB"),
+        ("FLOPs", f"{work.flops / 1e9:,.3g} G, {plain(work.intensity)} a byte"),
+        *roof_rows(work.roof),
     ]
 
 
 def picture_of(found) -> tuple:
     """Title, roof and points of its picture."""
-    return f"{found.of} on {on_card(found)}", found.roof, {"this step": found.intensity}
+    return title_of(found), found.work.roof, {"this step": found.work.intensity}
 
 
 def as_record(found) -> dict:
     """The explanation as JSON takes it."""
+    of, cut, work = found.shape, found.pieces, found.work
+    moved = dict(kv=of.kv_bytes, others=of.other_bytes, partials=cut.state_bytes(of))
     return {
-        **common_record(found, found.of),
-        "in_pieces": found.in_pieces,
-        "pieces": {**found.pieces._asdict(), "workspace": found.pieces.workspace},
-        "moved": {**found.moved._asdict(), "total": found.moved.total},
-        "roof": found.roof._asdict(),
-        "intensity": found.intensity,
-        "least_ms": found.least_ms,
+        **common_record(found),
+        "launches": [one.record for one in found.launches],
+        "in_pieces": found.how,
+        "pieces": {**cut._asdict(), "workspace": cut.workspace},
+        "moved": {**moved, "total": work.moved.once},
+        "roof": work.roof._asdict(),
+        "intensity": work.intensity,
+        "least_ms": work.least_ms,
     }

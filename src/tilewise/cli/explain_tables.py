@@ -15,7 +15,7 @@ def said(answer, chosen: str, is_forced: bool) -> str:
 
 def launch_column(one) -> list[str]:
     """What LAUNCH asks of a launch."""
-    launch, built = one.launch, one.built
+    built = one.built
     needs = ["-"] * 5
     if built is not None:
         fits = "-"
@@ -26,9 +26,9 @@ def launch_column(one) -> list[str]:
         needs = [built.warps, built.registers, spills, f"{built.shared_memory:,} bytes", fits]
     spread = f"{one.waves:.2f} of {one.at_once}"
     busy = f"{100 * one.tail:.0f} % of the SMs, over all waves"
-    tile = f"{launch.block_m} queries x {launch.block_n} keys"
-    programs = "one an SM, tile after tile" if launch.is_persistent else "one a tile"
-    return [tile, launch.stages, *needs, f"{launch.tiles:,}", programs, spread, busy]
+    tile = f"{one.block_m} queries x {one.block_n} keys"
+    programs = "one an SM, tile after tile" if one.is_persistent else "one a tile"
+    return [tile, one.stages, *needs, f"{one.tiles:,}", programs, spread, busy]
 
 
 LAUNCH = (
@@ -65,7 +65,7 @@ def show_answers(screen, found, what: str, how: str = "") -> bool:
 def show_launches(screen, found, columns: list[list[str]]) -> None:
     """A column a launch, and what the compiler did not do."""
     if found.launches:
-        kernels = [one.launch.kernel for one in found.launches]
+        kernels = [one.kernel for one in found.launches]
         screen.print(table(["launch", *kernels], zip(LAUNCH, *columns)))
         for failed in {x.failed for x in found.launches if x.failed}:
             screen.print(f"the compiler's part is missing: {failed}")
@@ -79,8 +79,9 @@ def roof_rows(roof) -> list[tuple[str, str]]:
     return [("roof", f"{plain(roof.tflops)} TFLOP/s, {bandwidth}"), ("", roof.source)]
 
 
-def verdict(found, intensity: float, roof, least: str) -> str:
+def verdict(found, least: str) -> str:
     """One sentence."""
+    intensity, roof = found.work.intensity, found.work.roof
     is_memory = intensity < roof.ridge
     limit, sign = ("memory", "under") if is_memory else ("arithmetic", "at least")
     return (
@@ -89,24 +90,17 @@ def verdict(found, intensity: float, roof, least: str) -> str:
     )
 
 
-def common_record(found, of) -> dict:
-    """Whose answers and which launches, as JSON takes them."""
+def title_of(found) -> str:
+    """The title of a picture."""
+    return f"{found.shape} on {on_card(found)}"
+
+
+def common_record(found) -> dict:
+    """Whose answers, as JSON takes them."""
     return {
-        "shape": of._asdict(),
+        "shape": found.shape._asdict(),
         "target": found.target,
         "card": found.card.name if found.card else None,
         "backend": found.backend,
         "answers": [answer._asdict() for answer in found.answers],
-        "launches": launches_record(found.launches),
     }
-
-
-def launches_record(launches) -> list[dict]:
-    """Launches as JSON takes them."""
-    records = []
-    for one in launches:
-        built = one.built.record if one.built else None
-        named = {name: x for name, x in one.launch._asdict().items() if name != "build"}
-        spread = dict(at_once=one.at_once, waves=one.waves, tail=one.tail)
-        records.append({**named, "built": built, "failed": one.failed, **spread})
-    return records

@@ -6,7 +6,6 @@ Only their metadata is read, which selects code and launch sizes: a call of any 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,12 +13,13 @@ import torch
 import torch.nn.functional as F
 
 from .. import scores
+from ..features import FEATURES, OPTIONS, Feature
 from ..frontend.scalars import band
 from ..mods.flatten import modifiers_of
 from ..problem import LONG_SEQLEN, Extras, Problem, Scalars, describe
 from ..sparse import create_block_mask
 from .modifiers import BIASES, DROPOUT_P, MASKS, RNG
-from .shapes import FP8, Shape
+from .shapes import Shape
 
 Tensor = torch.Tensor
 
@@ -33,20 +33,6 @@ class Call(NamedTuple):
     v: Tensor
     extras: Extras
     scalars: Scalars
-
-
-def options_of(shape: Shape, device: str) -> dict[str, Any]:
-    """What `attention` and `attention_reference` are called with; None where nothing is asked, and
-    no name of a modifier that is not.
-    """
-    return dict(
-        causal=shape.causal,
-        window=None if shape.window is None else (shape.window, 0),
-        softcap=shape.softcap or None,
-        alibi_slopes=_slopes(shape, device) if shape.alibi else None,
-        sinks=_sinks(shape, device) if shape.sinks else None,
-        **modifier_of(shape, device),
-    )
 
 
 def block_mask_of(shape: Shape, device: str):
@@ -94,28 +80,30 @@ def packing_of(shape: Shape, device: str) -> dict[str, Any]:
 
 def call_of(shape: Shape, deterministic: bool = False) -> Call:
     """The call on the CPU, its tensors unwritten; RuntimeError where there is no room for them."""
-    options = options_of(shape, "cpu")
-    packing = packing_of(shape, "cpu")
+    packing, modifier = packing_of(shape, "cpu"), modifier_of(shape, "cpu")
     starts = packing.get("cu_seqlens_q")
     q, k, v = _tensors(shape)
-    dropout_p = options.get("dropout_p", 0.0)
-    left, right = band(options["window"], shape.causal)
-    scalars = Scalars(shape.headdim**-0.5, shape.softcap, left, right, dropout_p)
+    requested = {name: getattr(shape, option) for option, name in OPTIONS.items()}
+    tensors: dict[str, Any] = {
+        name: _empty(FEATURES[name], shape, q.dtype) if requested.pop(name) else None
+        for name in OPTIONS.values()
+        if FEATURES[name].shapes
+    }
+    left, right = band(None if shape.window is None else (shape.window, 0), shape.causal)
+    dropout_p = modifier.get("dropout_p", 0.0)
+    scalars = Scalars(shape.headdim**-0.5, left=left, right=right, dropout_p=dropout_p, **requested)
     sizes = shape.batch, shape.nheads, shape.seqlen_q, shape.seqlen_k
-    modified = modifiers_of(None, options.get("score_mod"), options.get("block_mask"), sizes)
+    modified = modifiers_of(None, modifier.get("score_mod"), modifier.get("block_mask"), sizes)
     has_bias = shape.modifier in BIASES
     bias_sizes = 1, shape.nheads, shape.seqlen_q, shape.seqlen_k
     extras = Extras(
-        options["alibi_slopes"],
-        options["sinks"],
         cu_seqlens_q=starts,
         cu_seqlens_k=starts,
         bias=torch.empty(bias_sizes, dtype=q.dtype, device="meta") if has_bias else None,
-        dropout_rng=options.get("dropout_rng"),
+        dropout_rng=modifier.get("dropout_rng"),
         captured=modified.captured,
+        **tensors,
     )
-    has_bias_grad = shape.modifier == "learned-bias"
-    is_long = bool(shape.lengths) and packing["max_seqlen_q"] > LONG_SEQLEN
     problem = describe(
         q,
         k,
@@ -125,34 +113,28 @@ def call_of(shape: Shape, deterministic: bool = False) -> Call:
         "bottom_right",
         deterministic,
         mods=modified.mods,
-        has_bias_grad=has_bias_grad,
-        is_long=is_long,
+        has_bias_grad=shape.modifier == "learned-bias",
+        is_long=bool(shape.lengths) and packing["max_seqlen_q"] > LONG_SEQLEN,
     )
     return Call(problem, q, k, v, extras, scalars)
 
 
+def _empty(feature: Feature, shape: Shape, dtype: torch.dtype) -> Tensor:
+    """An optional tensor of the first of its shapes, and of the dtype of q if it may have that."""
+    sizes = [getattr(shape, size) for size in feature.shapes[0]]
+    return torch.empty(sizes, dtype=dtype if dtype in feature.dtypes else feature.dtypes[0])
+
+
 def _tensors(shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v."""
     dtype = getattr(torch, shape.dtype)
-    packed = (1, sum(shape.sequences)) if shape.lengths else None
-    rows_q = packed or (shape.batch, shape.seqlen_q)
-    rows_k = packed or (shape.batch, shape.seqlen_k)
-    return (
-        torch.empty(*rows_q, shape.nheads, shape.headdim, dtype=dtype),
-        torch.empty(*rows_k, shape.nheads_k, shape.headdim, dtype=dtype),
-        torch.empty(*rows_k, shape.nheads_k, shape.headdim_v, dtype=dtype),
+    rows_q, rows_k = (shape.batch, shape.seqlen_q), (shape.batch, shape.seqlen_k)
+    if shape.lengths:
+        rows_q = rows_k = 1, sum(shape.sequences)
+    sizes = (
+        (*rows_q, shape.nheads, shape.headdim),
+        (*rows_k, shape.nheads_k, shape.headdim),
+        (*rows_k, shape.nheads_k, shape.headdim_v),
     )
-
-
-def _slopes(shape: Shape, device: str) -> Tensor:
-    """2^(-8 (i + 1) / nheads) for head i, as in ALiBi's paper (Press et al., arXiv 2108.12409)."""
-    heads = torch.arange(1, shape.nheads + 1, dtype=torch.float32, device=device)
-    return torch.exp2(-8 * heads / shape.nheads)
-
-
-def _sinks(shape: Shape, device: str) -> Tensor:
-    """Sinks about as heavy as all the keys of a query: one that is left out then shows."""
-    generator = torch.Generator(device=device).manual_seed(1)
-    normal = torch.randn(shape.nheads, device=device, generator=generator)
-    keys = shape.seqlen_k if shape.window is None else min(shape.window + 1, shape.seqlen_k)
-    wide = "float32" if shape.dtype == FP8 else shape.dtype
-    return (normal + math.log(keys)).to(getattr(torch, wide))
+    q, k, v = (torch.empty(size, dtype=dtype) for size in sizes)
+    return q, k, v

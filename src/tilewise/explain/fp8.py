@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 
 from .. import dispatch
-from ..problem import Problem
+from .answers import Explanation, answers_of, chosen_of
 from .call import call_of
 from .cards import Card
-from .dense import CPU, Answer, Explanation, chosen_of, kind_of, standing_in
 from .shapes import Shape
 
 DEQUANTISED = "the products do not run in FP8 there: q, k and v are dequantised"
@@ -19,30 +18,15 @@ def explain_fp8(
 ) -> Explanation:
     """Explains a forward of e4m3 tensors on a card, or on the CPU, where there is none."""
     few = shape if shape.lengths else shape._replace(batch=min(shape.batch, 2))
-    answers = answers_of(call_of(few).problem, target)
+    problem = call_of(few).problem
+
+    def ask(name: str, device: torch.device) -> str | None:
+        return dispatch.ask_fp8(name, problem, device, torch.bfloat16)
+
+    answers = answers_of(target, ask)
     chosen = chosen_of(answers, backend)
-    return Explanation(
-        shape=shape,
-        target=target,
-        card=card,
-        backend=chosen,
-        forced=backend is not None,
-        answers=answers,
-        launches=[],
-        how=products_of(chosen, target) if chosen else "",
-        work=None,
-    )
-
-
-def answers_of(problem: Problem, target: str) -> list[Answer]:
-    """Each backend's, in the order in which they are asked."""
-    device = torch.device("cpu" if target == CPU else "cuda")
-    with standing_in(target):
-        reasons = {
-            name: dispatch.ask_fp8(name, problem, device, torch.bfloat16)
-            for name in dispatch.BACKENDS
-        }
-    return [Answer(name, str(reason or ""), kind_of(reason)) for name, reason in reasons.items()]
+    how = products_of(chosen, target) if chosen else ""
+    return Explanation(shape, target, card, chosen, backend is not None, answers, [], how)
 
 
 def products_of(backend: str, target: str) -> str:

@@ -8,6 +8,7 @@ Of the backward the kernels are shown that do its matmuls.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -28,6 +29,27 @@ class Launch(NamedTuple):
     is_persistent: bool  # one program an SM takes tile after tile
     build: Callable[[], Any]  # compiles it offline
     pack: int = 1  # query heads that share a tile, and what it reads of K and V
+    built: Built | None = None
+    failed: str = ""  # why it is not
+    at_once: int = 1  # programs
+
+    @property
+    def waves(self) -> float:
+        """Tiles over the programs that run at once."""
+        return self.tiles / self.at_once
+
+    @property
+    def tail(self) -> float:
+        """The share of the card's time that SMs are busy."""
+        return self.waves / max(1, math.ceil(self.waves))
+
+    @property
+    def record(self) -> dict:
+        """As JSON takes it."""
+        named = self._asdict()
+        del named["build"]
+        named["built"] = self.built.record if self.built else None
+        return {**named, "waves": self.waves, "tail": self.tail}
 
 
 class Built(NamedTuple):
@@ -69,7 +91,7 @@ def launches_of(call: Call, backend: str, target: str, passes: tuple[str, ...]) 
         if backend == "hopper":
             launches.append(_hopper_forward(call) if direction == "fwd" else _hopper_backward(call))
         elif backend == "portable":
-            launches += _portable(call, target, direction=direction)
+            launches += [shown(x, target) for x in portable_launches(call, target, direction)]
     return launches
 
 
@@ -86,9 +108,9 @@ def built_of(compiled: Any, target: str) -> Built:
     return Built(registers, spills, figures["smem"], figures["warps"], fits)
 
 
-def at_once(launch: Launch, built: Built | None, card: Card | None) -> int:
+def at_once(launch: Launch, card: Card | None) -> int:
     """Programs that run at once; one an SM where no compiler said more, one without a card."""
-    per_sm = 1
+    per_sm, built = 1, launch.built
     if built is not None and built.occupancy is not None and not launch.is_persistent:
         per_sm = max(1, built.occupancy.programs)
     return 1 if card is None else card.sms * per_sm
@@ -124,14 +146,11 @@ def build_launch(launch: Any, target: str) -> Any:
     return build(launch.kernel, *fake_args(launch), on=target, **how)
 
 
-def _portable(call: Call, target: str, direction: str) -> list[Launch]:
-    launches = []
-    for launch in portable_launches(call, target, direction):
-        tile, stages = launch.constants["TILE"], launch.options["num_stages"]
-        build = functools.partial(build_launch, launch, target)
-        name, tiles = launch.kernel.__name__, launch.programs
-        launches.append(launch_of(name, tile, stages=stages, tiles=tiles, build=build))
-    return launches
+def shown(launch: Any, target: str) -> Launch:
+    """A launch with one program for each tile."""
+    build, name = functools.partial(build_launch, launch, target), launch.kernel.__name__
+    tile, stages = launch.constants["TILE"], launch.options.get("num_stages", 1)
+    return launch_of(name, tile, stages=stages, tiles=launch.programs, build=build)
 
 
 def _hopper_forward(call: Call) -> Launch:

@@ -9,6 +9,7 @@ import torch
 from .lengths import sequences
 
 INT32 = torch.int32
+FP32_BYTES = torch.float32.itemsize
 BY_ROW = ":row"
 DTYPES = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}
 KINDS = tuple(
@@ -60,19 +61,31 @@ class Decode(NamedTuple):
         itemsize = 1 if self.cache else getattr(torch, self.dtype).itemsize
         row = (self.headdim + self.headdim_v) * itemsize
         if self.cache.endswith(BY_ROW):
-            row += 2 * torch.float32.itemsize
+            row += 2 * FP32_BYTES
         rows = sum(keys for keys, queries in zip(self.sequences, self.queries) if queries)
         return rows * self.nheads_k * row
 
     @property
-    def flops(self) -> float:
-        """2 (D + Dv) for each query head and key that it sees."""
-        # Less what the causal mask hides
-        pairs = sum(
+    def other_bytes(self) -> int:
+        """Bytes of queries, out, LSE, lengths and page table."""
+        row = (self.headdim + self.headdim_v) * getattr(torch, self.dtype).itemsize + FP32_BYTES
+        total = self.batch * self.seqlen_q * self.nheads * row + self.batch * FP32_BYTES
+        if self.page_size:
+            total += sum(-(-keys // self.page_size) for keys in self.sequences) * FP32_BYTES
+        return total
+
+    @property
+    def pairs(self) -> int:
+        """Queries with a key, in all heads, less what the causal mask hides."""
+        return self.nheads * sum(
             queries * keys - queries * (queries - 1) // 2
             for queries, keys in zip(self.queries, self.sequences)
         )
-        return 2.0 * self.nheads * pairs * (self.headdim + self.headdim_v)
+
+    @property
+    def flops(self) -> float:
+        """2 (D + Dv) for each query head and key that it sees."""
+        return 2.0 * self.pairs * (self.headdim + self.headdim_v)
 
     @property
     def sizes(self) -> str:
@@ -91,6 +104,30 @@ class Decode(NamedTuple):
         """The pages, and the cache where it has 8 bits."""
         pages = f"page {self.page_size}" if self.page_size else "contiguous"
         return f"{pages}, {self.cache}" if self.cache else pages
+
+
+class Pieces(NamedTuple):
+    """How the keys of a step are cut, and where their sums lie until they are folded."""
+
+    split_size: int
+    of_longest: int
+    total: int  # over the batch
+    room: int  # of a sequence: as many as the cache has room for
+    slots: int  # states of a piece and row in the workspace; 0: one program walks all its pieces
+    slot_bytes: int
+    idle: int  # programs of the first launch that find no piece
+    are_all_used: bool  # or only those of tiles that several programs share
+    written: int  # states of a row over the batch: one of the pieces that a program walks
+
+    @property
+    def workspace(self) -> int:
+        """Bytes between the launches."""
+        return self.slots * self.slot_bytes
+
+    def state_bytes(self, step: Decode) -> int:
+        """Bytes of states between the launches, written once and read once."""
+        states = self.written * step.seqlen_q * step.nheads
+        return 2 * states * self.slot_bytes if self.slots and self.are_all_used else 0
 
 
 def decode(

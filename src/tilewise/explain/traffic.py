@@ -113,7 +113,7 @@ def _visited(shape: Shape, blocks: tuple[int, int]) -> float:
     lengths = [(n, n) for n in shape.sequences] if shape.lengths else None
     if lengths is None:
         lengths = [(shape.seqlen_q, shape.seqlen_k)]
-    total = sum(visited_tiles(*n, blocks, shape.causal, shape.window) for n in lengths)
+    total = sum(visited_tiles(m, n, blocks, shape.causal, shape.window) for m, n in lengths)
     return total * shape.nheads * (1 if shape.lengths else shape.batch)
 
 

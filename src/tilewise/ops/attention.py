@@ -1,4 +1,4 @@
-"""The two operators, forward and backward, and how a call reaches them.
+"""How a call reaches a backend, and its gradients.
 
 In eager mode with plain tensors a call goes straight to the backend (with autograd: through one
 `autograd.Function`), because the dispatcher costs more than a decode step can spare. Where the call
@@ -27,24 +27,9 @@ from ..problem import INPUTS, NO_EXTRAS, OPTIONAL, Between, Call, Extras, Grads,
 from . import late
 from . import vmap as batching
 from .autocast import autocast as autocast
-from .autograd_key import straight
 from .calls import PLAIN_TENSORS, eager_apply, entry_of, has_lazy, layout_key, resolved
 from .context_parallel import refuse_shards
-from .schema import (
-    CALL,
-    CALL_NAMES,
-    SAVED,
-    SAVED_TENSORS,
-    Once,
-    Options,
-    apply,
-    arguments_of,
-    check_devices,
-    no_double_backward,
-    operator,
-    parts_of,
-    problem_from,
-)
+from .schema import SAVED_TENSORS, Once, apply, arguments_of
 
 Tensor = torch.Tensor
 
@@ -143,12 +128,12 @@ def _backward(ctx, grads_of_outputs: tuple[Any, ...]) -> tuple[Tensor | None, ..
         if not tensors:
             return None, grads.dq, grads.dk, grads.dv
     else:
-        grads = _differentiated(call, saved, extras_of(tensors))
+        grads = differentiated(call, saved, extras_of(tensors))
     needs = ctx.needs_input_grad[1 + INPUTS + OPTIONAL :]
-    return None, *_of_inputs(call, grads, saved=saved, extras=extras_of(tensors), needs=needs)
+    return None, *of_inputs(call, grads, saved=saved, extras=extras_of(tensors), needs=needs)
 
 
-def _differentiated(call: Call, saved: Saved, extras: Extras) -> Grads:
+def differentiated(call: Call, saved: Saved, extras: Extras) -> Grads:
     """The gradients through the dispatcher."""
     if is_legacy_batchedtensor(saved.dout):
         raise NotImplementedError(
@@ -161,7 +146,7 @@ def _differentiated(call: Call, saved: Saved, extras: Extras) -> Grads:
     return Grads._make(_backward_of(call, saved, extras))
 
 
-def _of_inputs(
+def of_inputs(
     call: Call, grads: Grads, saved: Saved, extras: Extras, needs: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
     """The gradients of q, k, v and the extras; `needs` says which captured tensors want one."""
@@ -277,7 +262,7 @@ def _backward_of(call: Call, saved: Saved, extras: Extras) -> tuple[Tensor, ...]
         late.register_late()
         arguments = {**saved._asdict(), **arguments_of(call, extras)}
         return torch.ops.tilewise.flash_attn_backward(**arguments)
-    return _filled(run_backward(call, saved, extras=extras), saved.q)
+    return filled(run_backward(call, saved, extras=extras), saved.q)
 
 
 def gradients(call: Call, saved: Saved, extras: Extras) -> tuple[Tensor, ...]:
@@ -285,56 +270,9 @@ def gradients(call: Call, saved: Saved, extras: Extras) -> tuple[Tensor, ...]:
     return _backward_of(call, saved, extras)[:INPUTS]
 
 
-def _filled(grads: Grads, q: Tensor) -> tuple[Tensor, ...]:
+def filled(grads: Grads, q: Tensor) -> tuple[Tensor, ...]:
     """The gradients as an operator returns them: empty where none was requested."""
     return tuple(q.new_empty(0) if grad is None else grad for grad in grads)
-
-
-def _setup_context(ctx, inputs, output):
-    tensors, extras, options = parts_of(inputs, INPUTS)
-    call = _call_of(tensors, extras, options)
-    save(ctx, call, tensors=(*tensors, *extras.tensors), output=output)
-
-
-def _op_backward(ctx, dout, dlse):
-    out, lse, q, k, v, *tensors = ctx.saved_tensors
-    captured = INPUTS + OPTIONAL
-    needs = ctx.needs_input_grad[captured]  # of a list a list, of None False
-    is_list = isinstance(needs, (list, tuple))
-    after = (None,) * (len(CALL_NAMES) - len(Extras._fields))
-    if dout is None and dlse is None:
-        return *(None,) * captured, None, *after
-    dout = torch.zeros_like(out) if dout is None else dout
-    saved, extras = Saved(dout, dlse, q=q, k=k, v=v, out=out, lse=lse), extras_of(tensors)
-    grads = _differentiated(ctx.call, saved, extras)
-    grads = _of_inputs(ctx.call, grads, saved=saved, extras=extras, needs=needs if is_list else ())
-    return *grads[:captured], list(grads[captured:]) if is_list else None, *after
-
-
-# the operators
-
-BLOCK = Options._fields.index("mask_block")  # a list, as torch has it
-
-
-def _call_of(inputs: tuple, extras: Extras, options: Options) -> Call:
-    """The call of an operator's arguments; `inputs` are q, k and v."""
-    return Call(problem_from(inputs, extras, options=options), options.scalars, options.backend)
-
-
-def _known(tensors: tuple, inputs: tuple, extras: Extras, options: Options) -> Call:
-    """The call of an operator's arguments, cached by signature, for compiled graphs, which do not
-    pass through `frontend.call.call`. `tensors` are all of an operator's.
-    """
-
-    def make() -> Call:
-        names = () if tensors[0] is inputs[0] else Saved._fields
-        check_devices(names, tensors[: len(names)])  # of a backward, more than inputs and extras
-        return _call_of(inputs, extras, options)
-
-    if options.mask_mod or options.score_mod:
-        _ = options.mods  # which enters their trees again where a bounded table has dropped them
-    flags: Any = *options[:BLOCK], *options.mask_block, *options[BLOCK + 1 :]
-    return known(tensors, flags, make)
 
 
 def known_call(call: Call, tensors: tuple[Tensor | None, ...]) -> Call:
@@ -350,52 +288,3 @@ def known(tensors: tuple[Tensor | None, ...], key: Hashable, make: Callable[[], 
     if entry.call is None:
         entry.call = make()
     return entry.call
-
-
-def _forward_kernel(args: tuple):
-    inputs, extras, options = parts_of(args, INPUTS)
-    call = _known((*inputs, *extras.tensors), inputs, extras, options)
-    q, k, v = inputs
-    refuse_shards()
-    return run_forward(call, q, k=k, v=v, extras=extras)
-
-
-def _backward_kernel(args: tuple):
-    tensors, extras, options = parts_of(args, SAVED_TENSORS)
-    saved = Saved._make(tensors)
-    inputs = saved.q, saved.k, saved.v
-    call = _known((*saved, *extras.tensors), inputs, extras, options)
-    return _filled(run_backward(call, saved, extras=extras), saved.q)
-
-
-def _forward_fake(args: tuple):
-    inputs, extras, options = parts_of(args, INPUTS)
-    return empty_out(problem_from(inputs, extras, options=options), inputs[0])
-
-
-def _backward_fake(args: tuple):
-    tensors, extras, options = parts_of(args, SAVED_TENSORS)
-    check_devices(Saved._fields, tensors)
-    q, k, v = tensors[2 : 2 + INPUTS]
-    return _filled(empty_grads(problem_from((q, k, v), extras, options), q, k, v, extras), q)
-
-
-operator(
-    "flash_attn_forward",
-    f"(Tensor q, Tensor k, Tensor v, {CALL}) -> (Tensor, Tensor)",
-    kernel=_forward_kernel,
-    fake=_forward_fake,
-    backward=_op_backward,
-    setup_context=_setup_context,
-    vmap=batching.forward_op,
-)
-operator(
-    "flash_attn_backward",
-    f"({SAVED}, {CALL}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    kernel=_backward_kernel,
-    fake=_backward_fake,
-    backward=no_double_backward,
-    vmap=batching.backward_op,
-)
-straight("flash_attn_forward", INPUTS, _forward_kernel, _op_backward, _setup_context)
-straight("flash_attn_backward", SAVED_TENSORS, kernel=_backward_kernel, backward=no_double_backward)

@@ -19,6 +19,7 @@ from ..mods.derivative import by_loads
 from ..mods.flat import take_apart
 from ..problem import Call, Extras, Saved, extras_of
 from . import vmap as batching
+from .operators import parts_of, problem_from
 from .schema import (
     BACKWARD,
     CALL,
@@ -32,8 +33,6 @@ from .schema import (
     flat,
     no_double_backward,
     operator,
-    parts_of,
-    problem_from,
 )
 
 Tensor = torch.Tensor

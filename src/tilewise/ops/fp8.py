@@ -5,8 +5,8 @@ backward: plain eager calls go straight to the backend, as in `attention`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -17,16 +17,7 @@ from ..kernels.common.outputs import fill_padding, has_no_sequence
 from ..kernels.common.quantized import Lengths, Quantized, Scales
 from ..kernels.cpu.hadamard import rotate_back
 from ..kernels.cpu.quantize import dequantize, of_each, of_heads, rows_of, turned
-from ..problem import (
-    INPUTS,
-    Call,
-    Extras,
-    Problem,
-    Saved,
-    Scalars,
-    describe,
-    extras_of,
-)
+from ..problem import INPUTS, Call, Extras, Problem, Saved, Scalars, describe, extras_of
 from ..tile.rotary import Rotary
 from . import attention as ops
 from .attention import known, needs_dispatcher
@@ -40,21 +31,8 @@ Tensor = torch.Tensor
 Forward = Callable[[Quantized, Extras], tuple[Tensor, Tensor]]
 
 
-class Inputs(NamedTuple):
-    """What an operator takes of a `Quantized`; v is V^T, or as the caller has it."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    q_scale: Tensor
-    k_scale: Tensor
-    v_scale: Tensor
-    v_mean: Tensor | None
-    v_drift: Tensor | None
-
-
 NAMES = OPERATORS["flash_attn_fp8_forward"]
-OPERANDS = len(Inputs._fields)
+OPERANDS = NAMES[:8]  # of a `Quantized`; v is V^T, or as the caller has it
 TENSORS = NAMES[: NAMES.index("is_transposed")]
 
 
@@ -75,21 +53,12 @@ def attention(call: Call, x: Quantized, extras: Extras, wants_lse: bool) -> tupl
 
 
 def _attend(call: Call, x: Quantized, extras: Extras, wants_lse: bool) -> tuple[Tensor, Tensor]:
-    inputs = Inputs(
-        q=x.q,
-        k=x.k,
-        v=x.v_t,
-        q_scale=x.scales.q,
-        k_scale=x.scales.k,
-        v_scale=x.scales.v,
-        v_mean=x.v_mean,
-        v_drift=x.v_drift,
-    )
-    if needs_dispatcher((*inputs, *extras.tensors)):
+    operands = x.q, x.k, x.v_t, *x.scales, x.v_mean, x.v_drift
+    if needs_dispatcher((*operands, *extras.tensors)):
         register_late()
-        out, lse = torch.ops.tilewise.flash_attn_fp8_forward(**_arguments(call, inputs, extras))
+        out, lse = torch.ops.tilewise.flash_attn_fp8_forward(**_arguments(call, operands, extras))
     else:
-        out, lse = _run(call, inputs, extras)
+        out, lse = _run(call, operands, extras)
     if wants_lse and x.k_mean is not None:
         lse = raised(lse, x, mean=x.k_mean, scale=call.scalars.scale, extras=extras)
     return out, lse
@@ -104,26 +73,26 @@ def raised(lse: Tensor, x: Quantized, mean: Tensor, scale: float, extras: Extras
     return torch.where(lse == -torch.inf, lse, lse + scale * shift)  # unused rows may be NaN
 
 
-def _run(call: Call, inputs: Inputs, extras: Extras) -> tuple[Tensor, Tensor]:
+def _run(call: Call, operands: Sequence[Any], extras: Extras) -> tuple[Tensor, Tensor]:
     refuse_shards()
-    if inputs.q.is_meta:
-        return _empty(call.problem, call.out_dtype, inputs.q)
+    if operands[0].is_meta:
+        return _empty(call.problem, call.out_dtype, operands[0])
     forward = call.forward
     if forward is None:  # a call of lazily negated tensors is known by nothing, and so always new
-        inputs, extras = Inputs._make(resolved(inputs)), extras_of(resolved(extras.tensors))
-        check_elements((*zip(Inputs._fields, inputs), *zip(Extras._fields, extras.optional)))
-        forward = call.forward = forward_of(call, inputs, extras)
+        operands, extras = resolved(operands), extras_of(resolved(extras.tensors))
+        check_elements((*zip(OPERANDS, operands), *zip(Extras._fields, extras.optional)))
+        forward = call.forward = forward_of(call, operands[0], operands[2], extras)
     # Kernels count scales and means by sequence and head; those of a cut `Quantized` lie apart.
     # x.contiguous() takes three times as long where x is contiguous
-    numbers: Any = [x if x is None or x.is_contiguous() else x.contiguous() for x in inputs[3:7]]
-    scales, mean = Scales._make(numbers[:3]), numbers[3]
-    quantized = Quantized(inputs.q, inputs.k, inputs.v, scales, None, mean, inputs.v_drift)
-    return forward(quantized, extras)
+    numbers: Any = [x if x is None or x.is_contiguous() else x.contiguous() for x in operands[3:7]]
+    q, k, v, *_, v_drift = operands
+    x = Quantized(q, k, v, Scales._make(numbers[:3]), v_mean=numbers[3], v_drift=v_drift)
+    return forward(x, extras)
 
 
-def forward_of(call: Call, inputs: Inputs, extras: Extras) -> Forward:
+def forward_of(call: Call, q: Tensor, v: Tensor, extras: Extras) -> Forward:
     """The forward of calls of one signature, whose v is V^T or not."""
-    problem, q, v = call.problem, inputs.q, inputs.v
+    problem = call.problem
     chosen = dispatch.choose_fp8(problem, v.device, call.out_dtype, call.backend)
     if has_no_sequence(extras):
         return functools.partial(padding_out, call)
@@ -161,8 +130,8 @@ def _empty(problem: Problem, out_dtype: torch.dtype, q: Tensor) -> tuple[Tensor,
 # the operator
 
 
-def _arguments(call: Call, inputs: Inputs, extras: Extras) -> dict[str, Any]:
-    values = {**inputs._asdict(), **extras._asdict(), **call.scalars._asdict()}
+def _arguments(call: Call, operands: Sequence[Any], extras: Extras) -> dict[str, Any]:
+    values = {**dict(zip(OPERANDS, operands)), **extras._asdict(), **call.scalars._asdict()}
     values |= dict(align=call.problem.align, is_long=call.problem.is_long, backend=call.backend)
     values |= dict(out_dtype=call.out_dtype, is_transposed=call.is_transposed)
     return {name: values[name] for name in NAMES}
@@ -182,17 +151,17 @@ def problem_of(
     return problem._replace(headdim_v=headdim_v)
 
 
-def _parsed(args: tuple) -> tuple[Call, Inputs, Extras]:
-    """The inverse of `_arguments`."""
+def _call_of(args: tuple) -> Call:
+    """The call of an operator's arguments."""
     values = dict(zip(NAMES, args))
     check_devices(TENSORS, args[: len(TENSORS)])
-    inputs, extras, scalars = (record_of(x, values) for x in (Inputs, Extras, Scalars))
-    headdim_v = inputs.v.shape[2 if values["is_transposed"] else 3]
+    (q, k, v), extras, scalars = args[:3], record_of(Extras, values), record_of(Scalars, values)
+    headdim_v = v.shape[2 if values["is_transposed"] else 3]
     align, is_long = values["align"], values["is_long"]
-    problem = problem_of(inputs.q, inputs.k, headdim_v, extras, scalars, align, is_long)
+    problem = problem_of(q, k, headdim_v, extras, scalars, align, is_long)
     call = Call(problem, scalars, values["backend"])
     call.out_dtype, call.is_transposed = values["out_dtype"], values["is_transposed"]
-    return call, inputs, extras
+    return call
 
 
 def _kernel(args: tuple):
@@ -200,13 +169,14 @@ def _kernel(args: tuple):
     not pass through `frontend.fp8.attend`.
     """
     tensors, flags = args[: len(TENSORS)], args[len(TENSORS) :]
-    call = known(tensors, ("fp8", flags), lambda: _parsed(args)[0])
-    return _run(call, Inputs._make(tensors[:OPERANDS]), extras_of(tensors[OPERANDS:]))
+    call = known(tensors, ("fp8", flags), lambda: _call_of(args))
+    count = len(OPERANDS)
+    return _run(call, tensors[:count], extras_of(tensors[count:]))
 
 
 def _fake(args: tuple):
-    call, inputs, _ = _parsed(args)
-    return _empty(call.problem, call.out_dtype, inputs.q)
+    call = _call_of(args)
+    return _empty(call.problem, call.out_dtype, args[0])
 
 
 operator(

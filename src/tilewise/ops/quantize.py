@@ -110,7 +110,8 @@ def _kernel(args: tuple) -> tuple[Tensor, ...]:
     (q, k, v), scales, of = args[:3], args[3:6], record_of(Lengths, values)
     rotary = None if values["cos"] is None else record_of(Rotary, values)
     key = "quantize", args[len(OPERANDS) :]
-    call = known(tensors, key, lambda: CallQuantize(record_of(Steps, values)))
+    steps = Steps(values["rotate"], values["smooth_k"], smooth_v=values["smooth_v"])
+    call = known(tensors, key, lambda: CallQuantize(steps))
     quantized = _run(call, (q, k, v), scales=scales, of=of, rotary=rotary)
     # What is given or left out is not returned: an output may neither alias an input nor be None
     of_data = (x if scale is None else None for scale, x in zip(scales, quantized.scales))
@@ -122,7 +123,7 @@ def _fake(args: tuple) -> tuple[Tensor, ...]:
     values = dict(zip(ARGUMENTS, args))
     check_devices(OPERANDS, args[: len(OPERANDS)])
     (q, k, v), scales, starts = args[:3], args[3:6], values["cu_seqlens_q"]
-    steps = record_of(Steps, values)
+    smooth_k, smooth_v = values["smooth_k"], values["smooth_v"]
     sequences, columns = q.shape[0], columns_of(v.shape[1])
     if starts is not None:
         sequences = starts.shape[0] - 1
@@ -136,9 +137,9 @@ def _fake(args: tuple) -> tuple[Tensor, ...]:
         *(x.new_empty(x.shape, dtype=FP8) for x in (q, k)),
         v.new_empty((v.shape[0], *v.shape[2:], columns), dtype=FP8),
         *(number(x is None, heads) for x in scales),
-        number(steps.smooth_k, (*heads, k.shape[3])),
-        number(steps.smooth_v, (*heads, v.shape[3])),
-        number(steps.smooth_v and v.shape[3] > TWO_LEVELS, ()),
+        number(smooth_k, (*heads, k.shape[3])),
+        number(smooth_v, (*heads, v.shape[3])),
+        number(smooth_v and v.shape[3] > TWO_LEVELS, ()),
     )
 
 

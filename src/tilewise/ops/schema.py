@@ -9,9 +9,8 @@ import torch
 
 from ..errors import ArgumentError
 from ..features import schema_of
-from ..mods.flat import check_captured
 from ..mods.serialize import MASK, SCORE_FUNCTION, deserialize, serialize
-from ..problem import OPTIONAL, Call, Extras, Mods, Problem, Saved, Scalars, describe, extras_of
+from ..problem import OPTIONAL, Call, Extras, Mods, Saved, Scalars
 
 Tensor = torch.Tensor
 
@@ -48,7 +47,6 @@ CALL_NAMES = *Extras._fields, *Scalars._fields, *Options._fields[1:]
 CALL = schema_of(CALL_NAMES)
 FORWARD = "q", "k", "v", *CALL_NAMES
 BACKWARD = *Saved._fields, *CALL_NAMES
-FLAGS = "align", "deterministic", "has_bias_grad", "is_long"  # of a Problem
 SAVED = "Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse"
 
 
@@ -134,25 +132,9 @@ def flat(args: tuple, before: int) -> tuple[tuple, tuple]:
     return (*args[:captured], *(args[captured] or ())), args[captured + 1 :]
 
 
-def parts_of(args: tuple, before: int) -> tuple[tuple, Extras, Options]:
-    """An operator's arguments: the tensors before the extras, the extras, and the rest."""
-    tensors, options = flat(args, before)
-    return tensors[:before], extras_of(tensors[before:]), options_from(options)
-
-
 def options_from(values: Sequence[Any]) -> Options:
     """Options of an operator's arguments after its tensors."""
     return Options._make((Scalars._make(values[:NUMBERS]), *values[NUMBERS:]))
-
-
-def problem_from(inputs: Sequence[Tensor], extras: Extras, options: Options) -> Problem:
-    """The problem that an operator's arguments ask for; `inputs` are q, k and v."""
-    q, k, v = inputs
-    check_devices(("q", "k", "v", *Extras._fields[:OPTIONAL]), (*inputs, *extras.tensors))
-    mods = options.mods
-    check_captured(mods, q, k, extras)
-    flags: Any = {x: getattr(options, x) for x in FLAGS}
-    return describe(q, k, v, extras=extras, scalars=options.scalars, mods=mods, **flags)
 
 
 no_double_backward = refusing(

@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ..features import FEATURES
 from ..mods.flat import indices_used
 from ..problem import INPUTS, OPTIONAL, Extras, Grads
-from .schema import options_from
+from .schema import BACKWARD, FORWARD, options_from
 
 _registered = False
 
@@ -43,29 +43,22 @@ def register() -> bool:
 
 
 def _forward_rules(q, k, v, *call) -> list[tuple]:
-    return [([way.bshd, way.bhs], [way.bshd] * INPUTS + way.call) for way in _ways(q, k, call=call)]
+    ways = _ways(q, k, call=call)
+    return [([x["out"], x["lse"]], [x.get(name) for name in FORWARD]) for x in ways]
 
 
 def _backward_rules(dout, dlse, q, k, v, out, lse, *call) -> list[tuple]:
     rules = []
-    for way in _ways(q, k, call=call):
-        grads = [way.bshd] * INPUTS + way.grads
-        saved = [_if(dout, way.bshd), _if(dlse, way.bhs)] + [way.bshd] * 4 + [way.bhs]
-        rules.append((grads, saved + way.call))
+    for places in _ways(q, k, call=call):
+        places |= {"dout": _if(dout, places["out"]), "dlse": _if(dlse, places["lse"])}
+        grads = [places[name] for name in Grads._fields]
+        rules.append((grads, [places.get(name) for name in BACKWARD]))
     return rules
 
 
-class _Way(NamedTuple):
-    """One way to shard along one dimension of the mesh: a placement for each kind of tensor."""
-
-    bshd: Any
-    bhs: Any
-    call: list  # the optional tensors, and nothing for the other arguments
-    grads: list  # of the optional tensors that have one
-
-
-def _ways(q, k, call) -> list[_Way]:
-    """The shardings that these tensors allow; a tensor is DTensor's description of one.
+def _ways(q, k, call) -> list[dict[str, Any]]:
+    """The shardings that these tensors allow, a placement for each; a tensor is DTensor's
+    description of one.
 
     What tells rows of the batch or heads apart by their numbers in the whole is not cut there: a
     bias, dropout or what a mask captured nowhere, functions of "b" or "h" not by these.
@@ -77,15 +70,16 @@ def _ways(q, k, call) -> list[_Way]:
     mentioned = indices_used(options_from(options).mods)
     whole = Replicate()
 
-    def along(size: str, bshd: Any, bhs: Any) -> _Way:
-        """The way that cuts this size. What is not cut by it has a part of its gradient there."""
-        places, of_grads = {}, {}
+    def along(size: str, bshd: Any, bhs: Any) -> dict[str, Any]:
+        """The way that cuts this size; a gradient of what it does not cut is in parts."""
+        places = dict.fromkeys(("q", "k", "v", "out", "dq", "dk", "dv"), bshd)
+        places |= {"lse": bhs} | dict.fromkeys(Grads._fields[INPUTS:], whole)
         for name, x in used.items():
             shape = FEATURES[name].shape_of(len(x.shape))
             places[name] = Shard(shape.index(size)) if size in shape else whole
-            of_grads[f"d{name}"] = places[name] if size in shape or not size else Partial()
-        call = [places.get(name) for name in extras] + [None] * (1 + len(options))
-        return _Way(bshd, bhs, call, [of_grads.get(name, whole) for name in Grads._fields[INPUTS:]])
+            if f"d{name}" in places:
+                places[f"d{name}"] = places[name] if size in ("", *shape) else Partial()
+        return places
 
     ways = [along("", whole, whole)]
     if captured or any(FEATURES[name].is_whole for name in used):

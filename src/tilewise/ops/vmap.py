@@ -13,9 +13,7 @@ import torch
 
 from ..errors import warn_slow
 from ..features import FEATURES
-from ..mods.flat import indices_used
-from ..problem import INPUTS, OPTIONAL, Extras, extras_of
-from .schema import BACKWARD, FORWARD, SAVED_TENSORS, flat, options_from
+from ..problem import INPUTS, OPTIONAL, Extras
 
 Tensor = torch.Tensor
 NO_BATCH = [name for name, x in FEATURES.items() if x.shapes and not x.has("batch")]
@@ -84,28 +82,3 @@ def _fold_optional(
     if dim is None:
         return x
     return x.movedim(dim, 0).unsqueeze(1).expand(-1, batch, -1).flatten(0, 1)
-
-
-def forward_op(info, in_dims, *args):
-    """The operator's forward, mapped."""
-    tensors, options = flat(args, INPUTS)
-
-    def attend(tensors: tuple) -> tuple[Tensor, Tensor]:
-        extras = extras_of(tensors[INPUTS:])
-        arguments = (*tensors[:INPUTS], *extras.arguments, *options)
-        return torch.ops.tilewise.flash_attn_forward(**dict(zip(FORWARD, arguments)))
-
-    counts_rows = "b" in indices_used(options_from(options).mods)
-    return forward(attend, counts_rows, info.batch_size, flat(in_dims, INPUTS)[0], tensors)
-
-
-def backward_op(info, in_dims, *args):
-    """Its backward, mapped."""
-    tensors, options = flat(args, SAVED_TENSORS)
-
-    def differentiate(tensors: tuple) -> tuple[Tensor, ...]:
-        extras = extras_of(tensors[SAVED_TENSORS:])
-        arguments = (*tensors[:SAVED_TENSORS], *extras.arguments, *options)
-        return torch.ops.tilewise.flash_attn_backward(**dict(zip(BACKWARD, arguments)))
-
-    return one_by_one(differentiate, info.batch_size, flat(in_dims, SAVED_TENSORS)[0], tensors)

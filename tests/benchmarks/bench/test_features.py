@@ -11,11 +11,11 @@ from helpers.fa3 import BWD, FWD, as_keywords
 from helpers.tiers import sample_rows
 
 from benchmarks.bench import load, peers, run_suite
+from benchmarks.bench.arguments import options_of
 from benchmarks.bench.check import judge, make_inputs, results_of, truth
 from benchmarks.bench.providers import PROVIDERS, Provider, provider
 from benchmarks.bench.shapes import square
 from tilewise import attention_reference
-from tilewise.explain.call import options_of
 from tilewise.explain.shapes import Shape
 
 SMALL = square("fwd", 32, 16, True, dtype="float32", tokens=64, hidden=64)

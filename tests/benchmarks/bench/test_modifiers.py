@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from benchmarks.bench import load
+from benchmarks.bench.arguments import options_of
 from benchmarks.bench.beside import (
     LANES,
     Compared,
@@ -23,7 +24,7 @@ from benchmarks.bench.providers import PROVIDERS, Provider, provider
 from benchmarks.bench.run import Outcome
 from tilewise import attention_reference, mods
 from tilewise.explain import modifiers
-from tilewise.explain.call import block_mask_of, options_of
+from tilewise.explain.call import block_mask_of
 from tilewise.explain.lengths import documents
 from tilewise.explain.shapes import Shape
 

@@ -5,6 +5,7 @@ import torch
 from helpers.made_rows import small as row
 
 from benchmarks.bench import load, run_suite
+from benchmarks.bench.arguments import options_of
 from benchmarks.bench.check import judge, make_inputs, results_of, truth
 from benchmarks.bench.providers import Provider
 from benchmarks.bench.run import Outcome, hold_against_dense, lines_of
@@ -12,7 +13,7 @@ from benchmarks.bench.shapes import dense_of, packed
 from benchmarks.bench.standings import dense_rates, standings
 from benchmarks.bench.timer import Spread
 from tilewise import attention_reference
-from tilewise.explain.call import options_of, packing_of
+from tilewise.explain.call import packing_of
 from tilewise.explain.shapes import Shape
 
 SMALL = packed("fwd", "40,7,64,23", (4, 2, 16), True)

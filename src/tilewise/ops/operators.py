@@ -1,0 +1,171 @@
+"""The operators of attention, forward and backward, as `torch.ops.tilewise` has them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..kernels.common.outputs import empty_grads, empty_out
+from ..mods.flat import check_captured, indices_used
+from ..problem import INPUTS, OPTIONAL, Call, Extras, Problem, Saved, describe, extras_of
+from . import attention as ops
+from . import vmap as batching
+from .autograd_key import straight
+from .context_parallel import refuse_shards
+from .schema import (
+    BACKWARD,
+    CALL,
+    CALL_NAMES,
+    FORWARD,
+    SAVED,
+    SAVED_TENSORS,
+    Options,
+    check_devices,
+    flat,
+    no_double_backward,
+    operator,
+    options_from,
+)
+
+Tensor = torch.Tensor
+FLAGS = "align", "deterministic", "has_bias_grad", "is_long"  # of a Problem
+BLOCK = Options._fields.index("mask_block")  # a list, as torch has it
+
+
+def parts_of(args: tuple, before: int) -> tuple[tuple, Extras, Options]:
+    """An operator's arguments: the tensors before the extras, the extras, and the rest."""
+    tensors, options = flat(args, before)
+    return tensors[:before], extras_of(tensors[before:]), options_from(options)
+
+
+def problem_from(inputs: Sequence[Tensor], extras: Extras, options: Options) -> Problem:
+    """The problem that an operator's arguments ask for; `inputs` are q, k and v."""
+    q, k, v = inputs
+    check_devices(("q", "k", "v", *Extras._fields[:OPTIONAL]), (*inputs, *extras.tensors))
+    mods = options.mods
+    check_captured(mods, q, k, extras)
+    flags: Any = {x: getattr(options, x) for x in FLAGS}
+    return describe(q, k, v, extras=extras, scalars=options.scalars, mods=mods, **flags)
+
+
+def _call_of(inputs: tuple, extras: Extras, options: Options) -> Call:
+    """The call of an operator's arguments; `inputs` are q, k and v."""
+    return Call(problem_from(inputs, extras, options=options), options.scalars, options.backend)
+
+
+def _known(tensors: tuple, inputs: tuple, extras: Extras, options: Options) -> Call:
+    """The call of an operator's arguments, cached by signature, for compiled graphs, which do not
+    pass through `frontend.call.call`. `tensors` are all of an operator's.
+    """
+
+    def make() -> Call:
+        names = () if tensors[0] is inputs[0] else Saved._fields
+        check_devices(names, tensors[: len(names)])  # of a backward, more than inputs and extras
+        return _call_of(inputs, extras, options)
+
+    if options.mask_mod or options.score_mod:
+        _ = options.mods  # which enters their trees again where a bounded table has dropped them
+    flags: Any = *options[:BLOCK], *options.mask_block, *options[BLOCK + 1 :]
+    return ops.known(tensors, flags, make)
+
+
+def _forward_kernel(args: tuple):
+    inputs, extras, options = parts_of(args, INPUTS)
+    call = _known((*inputs, *extras.tensors), inputs, extras, options)
+    q, k, v = inputs
+    refuse_shards()
+    return ops.run_forward(call, q, k=k, v=v, extras=extras)
+
+
+def _backward_kernel(args: tuple):
+    tensors, extras, options = parts_of(args, SAVED_TENSORS)
+    saved = Saved._make(tensors)
+    inputs = saved.q, saved.k, saved.v
+    call = _known((*saved, *extras.tensors), inputs, extras, options)
+    return ops.filled(ops.run_backward(call, saved, extras=extras), saved.q)
+
+
+def _forward_fake(args: tuple):
+    inputs, extras, options = parts_of(args, INPUTS)
+    return empty_out(problem_from(inputs, extras, options=options), inputs[0])
+
+
+def _backward_fake(args: tuple):
+    tensors, extras, options = parts_of(args, SAVED_TENSORS)
+    check_devices(Saved._fields, tensors)
+    q, k, v = tensors[2 : 2 + INPUTS]
+    return ops.filled(empty_grads(problem_from((q, k, v), extras, options), q, k, v, extras), q)
+
+
+# autograd and vmap
+
+
+def _setup_context(ctx, inputs, output):
+    tensors, extras, options = parts_of(inputs, INPUTS)
+    call = _call_of(tensors, extras, options)
+    ops.save(ctx, call, tensors=(*tensors, *extras.tensors), output=output)
+
+
+def _op_backward(ctx, dout, dlse):
+    out, lse, q, k, v, *tensors = ctx.saved_tensors
+    captured = INPUTS + OPTIONAL
+    needs = ctx.needs_input_grad[captured]  # of a list a list, of None False
+    is_list = isinstance(needs, (list, tuple))
+    after = (None,) * (len(CALL_NAMES) - len(Extras._fields))
+    if dout is None and dlse is None:
+        return *(None,) * captured, None, *after
+    dout = torch.zeros_like(out) if dout is None else dout
+    saved, extras = Saved(dout, dlse, q=q, k=k, v=v, out=out, lse=lse), extras_of(tensors)
+    grads = ops.differentiated(ctx.call, saved, extras)
+    grads = ops.of_inputs(
+        ctx.call, grads, saved=saved, extras=extras, needs=needs if is_list else ()
+    )
+    return *grads[:captured], list(grads[captured:]) if is_list else None, *after
+
+
+def _forward_vmap(info, in_dims, *args):
+    tensors, options = flat(args, INPUTS)
+
+    def attend(tensors: tuple) -> tuple[Tensor, Tensor]:
+        extras = extras_of(tensors[INPUTS:])
+        arguments = (*tensors[:INPUTS], *extras.arguments, *options)
+        return torch.ops.tilewise.flash_attn_forward(**dict(zip(FORWARD, arguments)))
+
+    counts_rows = "b" in indices_used(options_from(options).mods)
+    return batching.forward(attend, counts_rows, info.batch_size, flat(in_dims, INPUTS)[0], tensors)
+
+
+def _backward_vmap(info, in_dims, *args):
+    tensors, options = flat(args, SAVED_TENSORS)
+
+    def differentiate(tensors: tuple) -> tuple[Tensor, ...]:
+        extras = extras_of(tensors[SAVED_TENSORS:])
+        arguments = (*tensors[:SAVED_TENSORS], *extras.arguments, *options)
+        return torch.ops.tilewise.flash_attn_backward(**dict(zip(BACKWARD, arguments)))
+
+    return batching.one_by_one(
+        differentiate, info.batch_size, flat(in_dims, SAVED_TENSORS)[0], tensors
+    )
+
+
+operator(
+    "flash_attn_forward",
+    f"(Tensor q, Tensor k, Tensor v, {CALL}) -> (Tensor, Tensor)",
+    kernel=_forward_kernel,
+    fake=_forward_fake,
+    backward=_op_backward,
+    setup_context=_setup_context,
+    vmap=_forward_vmap,
+)
+operator(
+    "flash_attn_backward",
+    f"({SAVED}, {CALL}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    kernel=_backward_kernel,
+    fake=_backward_fake,
+    backward=no_double_backward,
+    vmap=_backward_vmap,
+)
+straight("flash_attn_forward", INPUTS, _forward_kernel, _op_backward, _setup_context)
+straight("flash_attn_backward", SAVED_TENSORS, kernel=_backward_kernel, backward=no_double_backward)
