@@ -14,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .compat import tma_load
+from .layouts import shared
 
 
 class Ring(NamedTuple):
@@ -25,9 +26,9 @@ class Ring(NamedTuple):
 
 
 class KVRing(NamedTuple):
-    """The pipeline of one iteration's operands: K of a block, and V of the previous block, whose
-    probabilities are computed by then. One pair of barriers serves both tiles, which are waited for
-    and released at the same time.
+    """The pipeline of K and V. One pair of barriers serves both tiles, which are waited for and
+    released at the same time: in the forward K of a block, and V of the previous block, whose
+    probabilities are computed by then.
     """
 
     k: gl.shared_memory_descriptor  # (STAGES, BLOCK_N, BLOCK_D), or groups of its columns
@@ -63,6 +64,23 @@ def make_ring(
 
 
 @gluon.jit
+def make_kv_ring(
+    dtype: gl.constexpr,
+    K_SHAPE: gl.constexpr,
+    V_SHAPE: gl.constexpr,
+    STAGES: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    GROUPS: gl.constexpr = 1,
+):
+    """A ring of tiles of K and V, that of K in GROUPS buffers a stage."""
+    k_layout: gl.constexpr = shared(K_SHAPE[0], K_SHAPE[1], dtype=dtype)
+    v_layout: gl.constexpr = shared(V_SHAPE[0], V_SHAPE[1], dtype=dtype)
+    k = gl.allocate_shared_memory(dtype, [STAGES * GROUPS] + K_SHAPE, k_layout)
+    v = gl.allocate_shared_memory(dtype, [STAGES] + V_SHAPE, v_layout)
+    return KVRing(k, v, full=make_barrier(STAGES, 1), empty=make_barrier(STAGES, CONSUMERS))
+
+
+@gluon.jit
 def allocate_ring(
     dtype: gl.constexpr,
     shape: gl.constexpr,
@@ -80,12 +98,6 @@ def init_ring(ring, PRODUCERS: gl.constexpr, CONSUMERS: gl.constexpr):
     """The first state of a ring's barriers; a barrier of all warps stands between any two."""
     init_barrier(ring.full, PRODUCERS)
     init_barrier(ring.empty, CONSUMERS)
-
-
-@gluon.jit
-def make_barriers(STAGES: gl.constexpr, PRODUCERS: gl.constexpr, CONSUMERS: gl.constexpr):
-    """A `full` and an `empty` barrier for each stage."""
-    return make_barrier(STAGES, PRODUCERS), make_barrier(STAGES, CONSUMERS)
 
 
 @gluon.jit

@@ -15,13 +15,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from ..layouts import shared
+from ..pipeline import make_kv_ring
 from ..work import KernelCall
 from .bias import make_bias
 from .load import load_partition
 from .mma import grad_partition
 from .mma_wide import key_partition, value_partition
 from .ordered_add import make_add_barriers, signal_partition, wait_partition
-from .rings import Rings, Sources, make_keys, make_queries, make_tile_messages
+from .rings import Rings, Sources, make_queries, make_tile_messages
 from .score_buffers import make_score_buffers
 from .wide_score_buffers import make_wide_score_buffers
 
@@ -58,7 +59,10 @@ def hopper_bwd_kernel(
     TILE: gl.constexpr,
 ):
     dtype: gl.constexpr = q_desc.dtype
-    keys = make_keys(dtype, TILE)
+    N: gl.constexpr = TILE.BLOCK_N
+    D: gl.constexpr = TILE.BLOCK_D
+    DV: gl.constexpr = TILE.BLOCK_DV
+    keys = make_kv_ring(dtype, [N, D], [N, DV], STAGES=1, CONSUMERS=2)
     queries = make_queries(dtype, TILE)
     if TILE.BLOCK_N == 128:
         score_buffers = make_score_buffers(dtype, TILE)

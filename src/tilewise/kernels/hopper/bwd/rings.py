@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from ..layouts import shared
-from ..pipeline import Ring, make_barriers
+from ..pipeline import KVRing, Ring, make_barrier
 from ..tile_messages import make_messages
 from ..work import WORK_FIELDS
 from .block_metadata import make_metadata
@@ -27,15 +27,6 @@ class Sources(NamedTuple):
     heads_per_batch: tuple  # with `seqused_k`: heads of K, and of V, from a batch to the next
 
 
-class KeyRing(NamedTuple):
-    """The pipeline of K and V tiles: one stage."""
-
-    k: gl.shared_memory_descriptor  # (1, BLOCK_N, BLOCK_D)
-    v: gl.shared_memory_descriptor  # (1, BLOCK_N, BLOCK_DV)
-    full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
-
-
 class QueryRing(NamedTuple):
     """The pipeline of query blocks, with their statistics and metadata: two stages."""
 
@@ -51,24 +42,12 @@ class QueryRing(NamedTuple):
 class Rings(NamedTuple):
     """All pipelines of the kernel."""
 
-    keys: KeyRing
+    keys: KVRing  # tiles of K and V: one stage
     queries: QueryRing
     score_buffers: tuple  # P and dS between the matmul warpgroups
     messages: Ring
     add_barriers: AddBarriers
     bias: tuple = 0  # see bias.py
-
-
-@gluon.jit
-def make_keys(dtype: gl.constexpr, TILE: gl.constexpr):
-    """Allocates the pipeline of keys, with two consumers."""
-    N: gl.constexpr = TILE.BLOCK_N
-    D: gl.constexpr = TILE.BLOCK_D
-    DV: gl.constexpr = TILE.BLOCK_DV
-    k = gl.allocate_shared_memory(dtype, [1, N, D], shared(N, D, dtype=dtype))
-    v = gl.allocate_shared_memory(dtype, [1, N, DV], shared(N, DV, dtype=dtype))
-    full, empty = make_barriers(1, 1, CONSUMERS=2)
-    return KeyRing(k, v, full=full, empty=empty)
 
 
 @gluon.jit
@@ -82,7 +61,7 @@ def make_queries(dtype: gl.constexpr, TILE: gl.constexpr):
     row: gl.constexpr = shared(1, M, dtype=gl.float32)
     minus_lse = gl.allocate_shared_memory(gl.float32, [2, 1, M], row)
     minus_delta = gl.allocate_shared_memory(gl.float32, [2, 1, M], row)
-    full, empty = make_barriers(2, 1, CONSUMERS=2)
+    full, empty = make_barrier(2, 1), make_barrier(2, 2)
     return QueryRing(q, do, minus_lse, minus_delta, full, empty, make_metadata())
 
 

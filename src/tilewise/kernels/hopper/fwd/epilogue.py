@@ -14,7 +14,7 @@ from ....tile.softmax import finish, load_sink
 from ..compat import tma_store
 from ..layouts import row_of
 from ..pieces import TMA_UNIT
-from ..pipeline import make_barriers
+from ..pipeline import make_barrier
 from ..rescale import rounded_off
 from ..tma import store_ragged
 from ..work import key_head
@@ -49,7 +49,7 @@ def make_handovers(WARPGROUPS: gl.constexpr, FEATURES: gl.constexpr):
     if FEATURES.HEADDIM_V % TMA_UNIT == 0:
         return 0, 0
     else:
-        return make_barriers(WARPGROUPS, 1, CONSUMERS=1)
+        return make_barrier(WARPGROUPS, 1), make_barrier(WARPGROUPS, 1)
 
 
 @gluon.jit

@@ -8,7 +8,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ..layouts import shared
-from ..pipeline import KVRing, make_barriers, make_ring
+from ..pipeline import make_kv_ring, make_ring
 from ..work import KernelCall
 from .epilogue import OUT_COLUMNS, Output
 from .fp8_halves import attend_in_halves
@@ -42,10 +42,8 @@ def hopper_fp8_fwd_kernel(
     N: gl.constexpr = TILE.BLOCK_N
     D: gl.constexpr = TILE.BLOCK_D
     DV: gl.constexpr = TILE.BLOCK_DV
-    k_buffers = gl.allocate_shared_memory(dtype, [TILE.STAGES, N, D], shared(N, D, dtype=dtype))
-    v_buffers = gl.allocate_shared_memory(dtype, [TILE.STAGES, DV, N], shared(DV, N, dtype=dtype))
-    full, empty = make_barriers(TILE.STAGES, 1, CONSUMERS=2 * 128)  # see `release_by_threads`
-    kv_ring = KVRing(k_buffers, v_buffers, full=full, empty=empty)
+    THREADS: gl.constexpr = 2 * 128  # see `release_by_threads`
+    kv_ring = make_kv_ring(dtype, [N, D], [DV, N], TILE.STAGES, THREADS)
     messages = make_tile_messages(2, FEATURES)
     pingpong = make_pingpong() if takes_turns(DV) else 0
     q_layout: gl.constexpr = shared(M, D, dtype=dtype)

@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from ..bias import make_biases
 from ..layouts import column_groups, shared
 from ..pieces import TMA_UNIT
-from ..pipeline import KVRing, Ring, make_barriers, make_ring
+from ..pipeline import KVRing, Ring, make_kv_ring, make_ring
 from ..work import KernelCall
 from .epilogue import Output, make_handovers, out_columns
 from .load import Sources, load_partition
@@ -56,11 +56,8 @@ def hopper_fwd_kernel(
     DV: gl.constexpr = TILE.BLOCK_DV
     WARPGROUPS: gl.constexpr = TILE.WARPGROUPS
     GROUPS: gl.constexpr = column_groups(TILE.BLOCK_D)
-    STAGES: gl.constexpr = TILE.STAGES
-    k_buffers = gl.allocate_shared_memory(dtype, [STAGES * GROUPS, N, D], shared(N, D, dtype=dtype))
-    v_buffers = gl.allocate_shared_memory(dtype, [STAGES, N, DV], shared(N, DV, dtype=dtype))
-    full, empty = make_barriers(STAGES, 1, CONSUMERS=WARPGROUPS * 128)  # see `release_by_threads`
-    kv_ring = KVRing(k_buffers, v_buffers, full=full, empty=empty)
+    THREADS: gl.constexpr = WARPGROUPS * 128  # see `release_by_threads`
+    kv_ring = make_kv_ring(dtype, [N, D], [N, DV], TILE.STAGES, THREADS, GROUPS)
     BY_TMA: gl.constexpr = FEATURES.HEADDIM_V % TMA_UNIT == 0  # O goes out
     messages = make_tile_messages(WARPGROUPS if BY_TMA else WARPGROUPS + 1, FEATURES)
     q_layout: gl.constexpr = shared(M, D, dtype=dtype)
