@@ -12,7 +12,6 @@ from helpers.tiers import sample_rows
 from tilewise.explain.launches import build_launch
 from tilewise.kernels.common.device_words import WORDS
 from tilewise.kernels.common.operand import gaps_in, operands_of
-from tilewise.kernels.common.outputs import empty_out
 from tilewise.kernels.hopper.fwd import runs_launch
 from tilewise.problem import Extras, Scalars, describe
 from tilewise.testing import SMEM_LIMIT, stats
@@ -35,7 +34,7 @@ FEATURES = {
 
 def compiled(headdim, heads=2, causal=False, left=-1, softcap=0.0, alibi=False, sinks=False):
     q = torch.empty(1, 8192, 8, headdim, dtype=torch.bfloat16)
-    k = torch.empty(1, 4 * 32768 // heads, heads, headdim, dtype=torch.bfloat16)
+    pulled = [torch.empty(4 // heads, 32768, 1, heads, headdim, dtype=q.dtype) for _ in "kv"]
     slopes = torch.ones(8) if alibi else None
     extras = Extras(slopes, torch.ones(8, dtype=q.dtype) if sinks else None)
     scalars = Scalars(headdim**-0.5, softcap, left, 0 if causal else -1)
@@ -47,19 +46,16 @@ def compiled(headdim, heads=2, causal=False, left=-1, softcap=0.0, alibi=False, 
         runs_launch.Run(4096, 4096, 0, 32768, 28672),
     )
     walk = runs_launch.Walk(runs, 32768, heads, (0, *range(1, 128)), 127)
-    forward = runs_launch.RunsForward(problem, scalars, walk)
-    plan = forward.plan(q, extras)
-    out, lse = empty_out(forward.problem, q)
     words = torch.zeros(WORDS, dtype=torch.int32)
-    tiles = dict(plan=plan, limit=10**12, beside={})
-    table = runs_launch.table_of(walk, scalars, plan.tile.BLOCK_M, 1, q.device)
-    tensors = q, k, k, *extras[:2], words, out, lse, table
-    program = forward.program_of(operands=operands_of(runs_launch.NAMES, tensors), **tiles)
+    tensors = q, *pulled, *extras[:2], words
+    program = runs_launch.forward_program(
+        problem, scalars, walk=walk, limit=10**12, **operands_of(runs_launch.FORWARD, tensors)
+    )
     (launch,) = program.launches
     # A later launch has addresses where this one has tensors
     gaps = {x.name for x in gaps_in(launch.positional)}
     absent = {name for name, x in zip(("alibi_slopes", "sinks"), extras) if x is None}
-    assert gaps == {*runs_launch.NAMES, "tile_counter"} - absent
+    assert gaps == {*program.names} - absent
     optionals = launch.args["optionals"]
     assert optionals.runs.table.name == "table" and optionals.runs.words.name == "words"
     assert alibi == (optionals.alibi_slopes is not None) and sinks == (optionals.sinks is not None)

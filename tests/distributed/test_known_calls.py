@@ -27,8 +27,8 @@ from tilewise.kernels.common import relaunch
 from tilewise.kernels.common.outputs import empty_out
 from tilewise.kernels.common.program import Program
 from tilewise.kernels.common.workspace import Workspace
-from tilewise.kernels.hopper.fwd import runs_launch
-from tilewise.kernels.hopper.fwd.runs_launch import NAMES
+from tilewise.kernels.hopper.fwd import launch, runs_launch
+from tilewise.kernels.hopper.fwd.runs_launch import FORWARD
 
 TOKENS, HEADS = 256, (8, 4)
 counts: collections.Counter = collections.Counter()
@@ -71,10 +71,11 @@ def gpu(monkeypatch):
         counts["current_stream"] += 1
         return stream
 
-    def first(forward, *given):
-        forward.table = torch.zeros(1)
-        forward.program = Program(NAMES, [], Workspace(CPU))
-        forward.program.again = [lambda stream, row: counts.update(["attention"])]
+    def forward_program(problem, scalars, q, **given):
+        outputs = launch.outputs_of(problem, q)
+        program = Program(FORWARD, [], Workspace(CPU), outputs)
+        program.again = [lambda stream, row: counts.update(["attention"])]
+        return program
 
     def small(program, values):
         """Programs of one small kernel, which is not run."""
@@ -97,7 +98,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
     monkeypatch.setattr(relaunch, "has_launch_hooks", lambda: False)
-    monkeypatch.setattr(runs_launch.RunsForward, "_first", first)
+    monkeypatch.setattr(runs_launch, "forward_program", forward_program)
     monkeypatch.setattr(Program, "run", small)
     monkeypatch.setattr(rows, "_backend_of_runs", lambda *args, **named: "hopper")
     monkeypatch.setattr(heads.whole, "attend", whole)

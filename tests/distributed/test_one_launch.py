@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.call_specs import spec_of
+from helpers.call_specs import launch_runs, spec_of
 from helpers.device_arena import CPU, device_arena
 from helpers.processes import run
 from helpers.tiers import sample, sample_rows
@@ -121,7 +121,7 @@ def launched(case, layout, groups, seed, arena=None, deliver=lambda pieces: piec
     if pieces:
         beside = dict(arrivals=Arrivals(arena.words[ARRIVED], deliver(pieces)))
     with use_emulator(seed):
-        return one_launch.launch(arena, spec, q, *local, pulled=found, **beside)
+        return launch_runs(arena, spec, q, *local, pulled=found, **beside)
 
 
 PAIRS = [(name, kind) for name in CASES for kind in LAYOUTS]

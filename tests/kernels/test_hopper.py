@@ -58,7 +58,7 @@ def test_long_runs_of_rows_take_one_head_after_the_other(seqlen, mixed):
     scalars = Scalars(1.0, right=0)
     problem = describe(q, k, k, Extras(), scalars, "bottom_right", False)
     walk = runs_launch.Walk((), seqlen, 1, (), 0)
-    assert runs_launch.RunsForward(problem, scalars, walk).mixed == mixed
+    assert runs_launch.mixed_heads(problem, walk) == mixed
 
 
 def test_refuses_with_a_reason():

@@ -211,6 +211,12 @@ def test_slices_lie_apart():
     assert (first, last) == (1024, 1024 + 1599)
 
 
+def test_a_program_without_launches_runs_again_on_a_cpu():
+    run = Planned(("x",), lambda x: Program(["x"], [], Workspace(CPU), [x]))
+    for _ in range(2):
+        assert run((torch.zeros(1),))[0].shape == (1,)
+
+
 def test_a_launch_that_fails_keeps_nothing(log):
     launch = Launch(Fails(), 1, dict(x=1), {}, {})
     run = Planned(("x",), lambda x: Program(["x"], [launch], Workspace(CPU)))

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers.call_specs import spec_of
+from helpers.call_specs import launch_runs, spec_of
 
 import tilewise
 import tilewise.distributed as td
@@ -42,7 +42,7 @@ def launched(arena, headdim, groups, seed, patch, **options):
     ]
     one_launch._forward_of.cache_clear()
     with executing(patch, seed=seed, strict=True), use_emulator():
-        out = one_launch.launch(arena, spec, mine, *local, pulled=found)
+        out = launch_runs(arena, spec, mine, *local, pulled=found)
         return out, (layout, q, k, v)
 
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...kernels.common.arguments import aligned
 from ...ops.calls import layout_key
 from ...problem import OPEN, Problem, Scalars, describe
 from ..layouts.layout import Layout
@@ -30,7 +29,8 @@ from .call_spec import CallSpec
 from .pulled_keys import hidden_keys
 
 if TYPE_CHECKING:
-    from ...kernels.hopper.fwd.runs_launch import RunsForward, Walk
+    from ...kernels.common.program import Planned
+    from ...kernels.hopper.fwd.runs_launch import Walk
 
 Tensor = torch.Tensor
 MOST_COPIES = 128  # of a call, on the host
@@ -44,11 +44,9 @@ class PreparedLaunch:
         layout = spec.layout
         dense_k, dense_v = in_rows(k), in_rows(v)
         self.k_is_dense, self.v_is_dense = dense_k is k, dense_v is v
-        self.q_is_aligned = aligned(q)  # whether it is read where it is
         self.is_joint = k.shape == v.shape
         count = groups_of(layout, k.shape[2], head_bytes=layout.seqlen * k.shape[3] * k.itemsize)
         heads = k.shape[2] // count
-        self.v_offset = heads * k.shape[3] * k.itemsize  # bytes from K to V, where they are joint
         # (groups, seqlen, 1, ..., headdim)
         self.shapes: tuple[tuple[int, ...], ...] = tuple(
             (count, layout.seqlen, 1, heads, x.shape[3]) for x in (k, v)
@@ -93,17 +91,8 @@ def attend(arena: Any, spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple
     arena.begin_pieces(plan.sources)
     (last,) = arena.pull([plan.pieces], pulled, counted=len(pulled))
     try:
-        results = None
-        if plan.q_is_aligned:  # by addresses alone where it has been launched before
-            address_k = pulled[0].data_ptr()
-            address_v = address_k + plan.v_offset if plan.is_joint else pulled[1].data_ptr()
-            results = plan.forward.again(
-                q, address_k, address_v, extras=spec.extras[:2], words=arena.words
-            )
-        if results is None:
-            views = [pulled[0][:, :, :, i] for i in (0, 1)] if plan.is_joint else pulled
-            results = launch(arena, spec, q, k, v, pulled=views)
-        out, lse = results
+        values = pulled[0][:, :, :, 1] if plan.is_joint else pulled[1]
+        out, lse = plan.forward((q, pulled[0], values, *spec.extras[:2], arena.words))
         arena.settle(out, lse)  # before the stream waits for copies that may never end
         return out, lse
     finally:
@@ -126,43 +115,34 @@ def copies_of(spec: CallSpec, k: Tensor, v: Tensor, *, count: int) -> CopyList:
     )
 
 
-def launch(
-    arena: Any, spec: CallSpec, q: Tensor, k: Tensor, v: Tensor, *, pulled: list, **beside: Any
-) -> tuple[Tensor, Tensor]:
-    """Launches the kernel for `pulled` K and V, (groups, seqlen, 1, heads, headdim)."""
-    keys, values = (x.flatten(0, 1).transpose(0, 1) for x in pulled)
-    forward = forward_of(arena, spec, q, k, v, heads=keys.shape[2])
-    return forward(
-        q,
-        keys,
-        values,
-        extras=spec.position_free_extras,
-        words=arena.words,
-        limit=arena.limit,
-        **beside,
-    )
-
-
 def forward_of(
     arena: Any, spec: CallSpec, q: Tensor, k: Tensor, v: Tensor, *, heads: int
-) -> RunsForward:
+) -> Planned:
     """Returns the launch of a signature, with `heads` key heads per group."""
     problem, scalars = _problem(spec, q, k=k, v=v)
     extras = spec.extras[:2]
     dtypes = tuple(None if x is None else x.dtype for x in extras)
-    key = q.device, arena.limit, dtypes, layout_key((q, *extras))
-    return _forward_of(problem, scalars, layout=spec.layout, heads=heads, key=key)
+    key = q.device, dtypes, layout_key((q, *extras))
+    return _forward_of(
+        problem, scalars, layout=spec.layout, heads=heads, limit=arena.limit, key=key
+    )
 
 
 @functools.lru_cache(maxsize=256)
 def _forward_of(
-    problem: Problem, scalars: Scalars, *, layout: Layout, heads: int, key: tuple[Any, ...]
-) -> RunsForward:
+    problem: Problem,
+    scalars: Scalars,
+    *,
+    layout: Layout,
+    heads: int,
+    limit: int,
+    key: tuple[Any, ...],
+) -> Planned:
     """Makes the launch of a signature, which has the key, too."""
-    from ...kernels.hopper.fwd.runs_launch import RunsForward
+    from ...kernels.hopper.fwd import runs_launch
 
     walk = walk_of(layout, Band(scalars.left, scalars.right), heads=heads)
-    return RunsForward(problem, scalars, walk=walk)
+    return runs_launch.prepare(problem, scalars, walk=walk, limit=limit)
 
 
 def _problem(spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Problem, Scalars]:

@@ -230,7 +230,9 @@ class Program:
                     compiled.append(step.start(values, self.device))
                 elif between is not None:
                     step.function(between, outputs)
-        if self.again is None and None not in compiled and torch.version.hip is None:
+        is_on_gpu = self.device.type != "cpu" or compiled  # fakes are compiled for a CPU
+        may_keep = self.again is None and is_on_gpu and None not in compiled
+        if may_keep and torch.version.hip is None:
             self._keep(iter(compiled), values)
         return outputs
 

@@ -9,29 +9,24 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from ....problem import OPEN, Extras, Problem, Scalars
 from ....tile.types import Queue, Runs
-from ...common.alignment import in_own_memory
-from ...common.arguments import aligned
-from ...common.operand import operands_of
-from ...common.outputs import empty_out
-from ...common.program import Program
-from ...common.relaunch import addresses_of
+from ...common.operand import Provided
+from ...common.program import Planned, Program
 from ...common.workspace import Workspace
 from ..descriptors import Plan
 from ..launch import programs_of
+from ..padded import Readable, is_readable
 from ..tile_counter import tile_counter
 from . import runs as on_device_runs
-from .launch import arguments, heads_per_l2_group, launch_of, plan_for
+from .launch import arguments, heads_per_l2_group, launch_of, outputs_of, plan_for
 
 Tensor = torch.Tensor
-# What a program reads and writes
-NAMES = "q", "k", "v", "alibi_slopes", "sinks", "words", "out", "lse", "table"
+FORWARD = "q", "k", "v", "alibi_slopes", "sinks", "words"  # what a call passes, in this order
 SHIFT = on_device_runs.SHIFT.value  # 2^SHIFT keys are at least those of a block
 
 
@@ -58,86 +53,63 @@ class Walk(NamedTuple):
     pieces: int  # of each group
 
 
-class RunsForward:
-    """The forward of one walk of one signature. `words` are those of `Runs`."""
+def prepare(problem: Problem, scalars: Scalars, walk: Walk, limit: int) -> Planned:
+    """The forward of one walk of one signature, of tensors in the order of FORWARD: `out` and `lse`
+    of q (1, rows, nheads, headdim). k and v are (groups, seqlen, ..., heads, headdim), whose rows
+    are dense. A wait ends after `limit` nanoseconds. `words` are those of `Runs`.
+    """
+    plan = functools.partial(forward_program, problem, scalars, walk=walk, limit=limit)
+    return Planned(FORWARD, plan)
 
-    def __init__(self, problem: Problem, scalars: Scalars, walk: Walk) -> None:
-        self.problem = problem._replace(is_packed=True)
-        self.scalars, self.walk = scalars, walk
-        self.program: Program | None = None
-        self.table: Tensor | None = None
 
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, extras: Extras, words: Tensor, limit: int, **beside
-    ) -> tuple[Tensor, Tensor]:
-        """`out` and `lse` of q (1, rows, nheads, headdim). k and v are (1, groups * seqlen, heads,
-        headdim), dense. A wait ends after `limit` nanoseconds. In the emulator `beside` is what
-        arrives meanwhile.
-        """
-        q = q if aligned(q) else in_own_memory(q)
-        outputs = self.again(q, k.data_ptr(), v.data_ptr(), extras[:2], words)
-        if outputs is not None:
-            return outputs
-        out, lse = empty_out(self.problem, q)
-        if self.walk.runs:
-            tensors = q, k, v, *extras[:2], words, out, lse
-            self._first(tensors, limit, beside)
-        return out, lse
+def forward_program(
+    problem: Problem,
+    scalars: Scalars,
+    *,
+    walk: Walk,
+    limit: int,
+    q: Any,
+    k: Any,
+    v: Any,
+    alibi_slopes: Any,
+    sinks: Any,
+    words: Any,
+    **beside: Any,
+) -> Program:
+    """The forward's one launch, of operands, behind a copy of a q that TMA cannot read. In the
+    emulator `beside` is what arrives meanwhile.
+    """
+    problem, extras = problem._replace(is_packed=True), Extras(alibi_slopes, sinks)
+    work = Workspace(q.device)
+    readable, outputs = Readable(work), outputs_of(problem, q)
+    (q,) = readable.copied((q,), [not is_readable(q)])
+    plan = plan_for(problem, q, extras)
+    plan = plan._replace(features=plan.features._replace(RUNS=True))
+    k, v = map(all_rows, (k, v))
+    args = arguments(problem, plan, q, k, v, *outputs, extras=extras, scalars=scalars)
+    block_m, nheads = plan.tile.BLOCK_M, q.shape[2]
+    tiles = count_tiles(walk, block_m) * nheads
+    # The kernel reads how many tiles there are, and is not compiled again for a number that is
+    # no multiple of 16
+    args["queue"] = Queue(tile_counter(), -(-tiles // 16) * 16, nheads, nheads, 1)
+    table = table_of(walk, scalars, block_m, mixed=mixed_heads(problem, walk), device=q.device)
+    runs = Runs(Provided("table", lambda *_: table), words, limit)
+    args["optionals"] = args["optionals"]._replace(runs=runs)
+    launch = launch_of(plan, args, **beside)._replace(programs=programs_of(tiles, q.device))
+    return Program(FORWARD, [*readable.steps, launch], work, outputs)
 
-    def again(
-        self, q: Tensor, k: int, v: int, extras: Sequence[Tensor | None], words: Tensor
-    ) -> tuple[Tensor, Tensor] | None:
-        """Relaunches for an aligned q and for k and v at these addresses, with ALiBi's slopes and
-        sinks: `out` and `lse`, or None before the first launch.
-        """
-        program, table = self.program, self.table
-        if program is None or table is None or not program.takes_addresses:
-            return None
-        out, lse = empty_out(self.problem, q)
-        row = [q.data_ptr(), k, v, *addresses_of(extras), words.data_ptr()]
-        row += out.data_ptr(), lse.data_ptr(), table.data_ptr()
-        return (out, lse) if program.again_at(row) else None
 
-    def _first(self, tensors: tuple[Tensor | None, ...], limit: int, beside: dict) -> None:
-        """The first launch, of tensors in the order of NAMES but for the table, or any where none
-        is done again.
-        """
-        q, *_ = tensors
-        plan = self.plan(q, Extras(*tensors[3:5]))
-        mixed = self.mixed
-        self.table = table_of(self.walk, self.scalars, plan.tile.BLOCK_M, mixed, q.device)
-        tensors = *tensors, self.table
-        self.program = self.program_of(plan, operands_of(NAMES, tensors), limit, beside)
-        self.program(tensors)
+def all_rows(x: Any) -> Any:
+    """The rows of all groups as one sequence of a batch."""
+    groups, seqlen, step = *x.shape[:2], x.stride(1)
+    rows = groups * seqlen
+    return x.as_strided((1, rows, *x.shape[-2:]), (rows * step, step, *x.stride()[-2:]))
 
-    def plan(self, q: Any, extras: Extras) -> Plan:
-        """What the problem selects."""
-        plan = plan_for(self.problem, q, extras)
-        return plan._replace(features=plan.features._replace(RUNS=True))
 
-    @property
-    def mixed(self) -> int:
-        """Query heads of a group whose tiles are interleaved: as many as on one GPU."""
-        heads, sharing = self.walk.heads * self.problem.group, self.problem.group
-        return heads_per_l2_group(self.problem, self.walk.seqlen, heads, sharing)
-
-    def program_of(
-        self, plan: Plan, operands: dict[str, Any], limit: int, beside: dict[str, Any]
-    ) -> Program:
-        """The launch, of operands by NAMES."""
-        q, extras = operands["q"], Extras(operands["alibi_slopes"], operands["sinks"])
-        tiles = count_tiles(self.walk, plan.tile.BLOCK_M) * q.shape[2]
-        tensors = {name: operands[name] for name in ("q", "k", "v", "out", "lse")}
-        args = arguments(self.problem, plan, extras=extras, scalars=self.scalars, **tensors)
-        # The kernel reads how many tiles there are, and is not compiled again for a number that is
-        # no multiple of 16
-        args["queue"] = Queue(tile_counter(), -(-tiles // 16) * 16, q.shape[2], q.shape[2], 1)
-        args["optionals"] = args["optionals"]._replace(
-            runs=Runs(operands["table"], operands["words"], limit)
-        )
-        launch = launch_of(plan, args, **beside)
-        programs = programs_of(tiles, q.device)
-        return Program([*operands], [launch._replace(programs=programs)], Workspace(q.device))
+def mixed_heads(problem: Problem, walk: Walk) -> int:
+    """Query heads of a group whose tiles are interleaved: as many as on one GPU."""
+    heads, sharing = walk.heads * problem.group, problem.group
+    return heads_per_l2_group(problem, walk.seqlen, heads, sharing)
 
 
 def serves(problem: Problem) -> bool:
