@@ -57,6 +57,12 @@ def plain(args):
     return tuple(found)
 
 
+def sources_of(launched):
+    """The addresses of what a launch of `copy_rows_kernel` copies."""
+    *_, args = launched
+    return [copied[0][0] for copied in plain(args)[:3] if copied is not None]
+
+
 def compiled_for(args):
     """What Triton would compile for."""
     return [jit.native_specialize_impl(CUDABackend, x, False, True, True) for x in args[:-2]]

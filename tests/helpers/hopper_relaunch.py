@@ -2,7 +2,7 @@
 
 import torch
 
-from tilewise.kernels.common import direct
+from tilewise.kernels.common import direct, program
 from tilewise.kernels.hopper import launch, tile_counter
 
 
@@ -28,6 +28,7 @@ def fake_launches(monkeypatch):
     """
     tiles = torch.zeros(1, dtype=torch.int32)
     monkeypatch.setattr(direct, "launcher_of", lambda compiled: (None, False))
+    monkeypatch.setattr(program, "past_triton", direct.Through)  # of kernels without descriptors
     monkeypatch.setattr(launch, "Direct", Quick)
     monkeypatch.setattr(tile_counter, "counter", lambda *of: tiles)
     return tiles

@@ -11,13 +11,13 @@ from helpers.fake_kernels import (
     has_rest,
     plain,
     saved_of,
+    sources_of,
 )
 from helpers.hopper_relaunch import fake_launches
 from helpers.looks import CALLS, call_of, counts
 
-from tilewise.kernels.common import program, relaunch
-from tilewise.kernels.common.direct import Through
-from tilewise.kernels.hopper import padded
+from tilewise.kernels.common import relaunch
+from tilewise.kernels.hopper import copy_rows
 from tilewise.kernels.hopper.bwd import kernels
 from tilewise.kernels.hopper.bwd import launch as bwd_launch
 from tilewise.ops import attention as ops
@@ -33,7 +33,6 @@ KERNELS += "attn_bwd_dbias_kernel", "attn_bwd_rest_kernel"
 def log(monkeypatch, memory):
     """Calls of kernels. Memory that a call makes is the same for all calls that begin it."""
     fake_launches(monkeypatch)
-    monkeypatch.setattr(program, "past_triton", Through)  # of kernels without descriptors
     return fake_kernels(monkeypatch, kernels, *KERNELS)
 
 
@@ -143,21 +142,15 @@ def with_copies(name):
 @pytest.mark.parametrize("name", ["slopes", "rows", "steps", "expanded"])
 def test_copies_are_made_at_each_call(log, monkeypatch, name):
     """And then launches are done again: of copies that this call has made."""
-    copied, copy_rows = [], padded.copy_rows
-
-    def noted(*copies):
-        copied.append([x.data_ptr() for x, *_ in copies])
-        copy_rows(*copies)
-
-    monkeypatch.setattr(padded, "copy_rows", noted)
+    copies = fake_kernels(monkeypatch, copy_rows, "copy_rows_kernel")
     (problem, *first), (_, *second) = with_copies(name), with_copies(name)
     back = bwd_launch.prepare_backward(problem, Scalars(1.0))
     back(*first)
-    counts_before = len(copied)
+    counts_before = len(copies)
     back(*second)
     saved = second[0]
     assert [how for _, how, *_ in log] == ["front"] * 3 + ["again"] * 3
-    now = copied[counts_before:]
+    now = [sources_of(x) for x in copies[counts_before:]]
     assert len(now) == counts_before
     if name == "rows":
         assert now[0] == [saved.dout.data_ptr()]

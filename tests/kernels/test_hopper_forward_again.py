@@ -7,12 +7,12 @@ import sys
 
 import pytest
 import torch
-from helpers.fake_kernels import compiled_for, fake_kernels, plain
+from helpers.fake_kernels import compiled_for, fake_kernels, plain, sources_of
 from helpers.hopper_relaunch import fake_launches
 from helpers.looks import CALLS, call_of, counts, packed, starts
 
 from tilewise.kernels.common import relaunch
-from tilewise.kernels.hopper import padded
+from tilewise.kernels.hopper import copy_rows
 from tilewise.kernels.hopper.fwd import launch
 from tilewise.problem import Extras, Scalars, describe
 from tilewise.tile.types import Optionals
@@ -68,20 +68,13 @@ def with_copies(name):
 
 @pytest.mark.parametrize("name", ["slopes", "rows", "steps"])
 def test_copies_are_made_at_each_call(log, memory, monkeypatch, name):
-    copied = []
-    copy_rows = padded.copy_rows
-
-    def noted(*copies):
-        copied.append([x.data_ptr() for x, *_ in copies])
-        copy_rows(*copies)
-
-    monkeypatch.setattr(padded, "copy_rows", noted)
+    copies = fake_kernels(monkeypatch, copy_rows, "copy_rows_kernel")
     first, second = with_copies(name), with_copies(name)
     if name != "slopes":
         check_again(log, memory, first, second)
         q, k, v = (x.data_ptr() for x in second[2])
         of_call = [k, v] if name == "steps" else [q, k]  # v is read as it lies
-        assert copied[1:] == [of_call] * 3
+        assert [sources_of(x) for x in copies[1:]] == [of_call] * 3
         return
     one = forward_of(first)
     for call in (first, second):

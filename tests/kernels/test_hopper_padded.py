@@ -11,10 +11,13 @@ from tilewise import dispatch, errors
 from tilewise.errors import PerformanceWarning, Slower
 from tilewise.kernels import hopper
 from tilewise.kernels.common.arguments import aligned
+from tilewise.kernels.common.operand import operand_of
+from tilewise.kernels.common.program import Program
+from tilewise.kernels.common.workspace import Workspace
 from tilewise.kernels.hopper import copy_rows, padded
 from tilewise.kernels.hopper.bwd import launch as bwd_launch
 from tilewise.problem import NO_EXTRAS, Between, Extras, Saved, Scalars, describe
-from tilewise.testing import use_emulator
+from tilewise.testing import use_emulator, use_interpreter
 from tilewise.testing.cases import Case, run_case
 from tilewise.testing.inputs import Features, Sizes
 from tilewise.testing.packed import PackedCase
@@ -113,10 +116,8 @@ def test_the_scale_is_that_of_the_true_headdim():
 
 def watch_copies(monkeypatch):
     """How many tensors each launch of copies takes."""
-    real, counts = padded.copy_rows, []
-    monkeypatch.setattr(
-        padded, "copy_rows", lambda *given: counts.append(len(given)) or real(*given)
-    )
+    real, counts = padded.launch_of, []
+    monkeypatch.setattr(padded, "launch_of", lambda pairs: counts.append(len(pairs)) or real(pairs))
     return counts
 
 
@@ -127,7 +128,7 @@ def test_rows_that_are_padded_already_are_read_where_they_lie(monkeypatch):
     copied = watch_copies(monkeypatch)
     with use_emulator():
         found = gradients(q, k, v, backend="hopper")
-        assert [n for n in copied if n] == [1, 2], "the gradient that comes in; dK and dV"
+        assert copied == [1, 2], "the gradient that comes in; dK and dV"
         expected = gradients(*(x.contiguous() for x in (q, k, v)), backend="hopper")
     assert all(torch.equal(a, b) for a, b in zip(found, expected))
 
@@ -216,6 +217,16 @@ def test_no_keys_and_no_queries(headdims):
             assert all(x.eq(0).all() for x in (out, *grads))
 
 
+def copy_all(tensors, copies):
+    """Runs a program that copies tensors into others."""
+    both = [*tensors, *copies]
+    operands = [operand_of(f"tensor {n}", x) for n, x in enumerate(both)]
+    pairs = list(zip(operands, operands[len(copies) :]))
+    program = Program([x.name for x in operands], padded.copies_of(pairs), Workspace(CPU))
+    with use_interpreter():
+        program(both)
+
+
 @pytest.mark.parametrize("columns", [1, 33, 36, 100])
 @pytest.mark.parametrize("memory", ["dense", "heads-first", "sliced", "one"])
 def test_copied_rows(memory, columns):
@@ -229,12 +240,12 @@ def test_copied_rows(memory, columns):
     for given in ((x,), (x, x[:, :, :1]), (x, turned, x[:, :5], x[..., :1])):
         widths = (padded.padded_width(x.shape[-1]) for x in given[:3])
         copies = [x.new_empty(*x.shape[:-1], n) for x, n in zip(given, widths)]
-        padded.copy_into_padded_rows(*given[:3], *copies)
+        copy_all(given[:3], copies)
         for one, copy in zip(given, copies):
             assert torch.equal(copy[..., :columns], one) and aligned(copy)
             assert copy.shape[-1] % 8 == 0 and copy[..., columns:].eq(0).all()
     back = torch.full_like(x, torch.nan, memory_format=torch.contiguous_format)
-    copy_rows.copy_rows((copies[0][..., :columns], back, columns))
+    copy_all([copies[0][..., :columns]], [back])
     assert torch.equal(back, x)
 
 

@@ -16,7 +16,7 @@ from tilewise.kernels.common.operand import filled
 from tilewise.kernels.common.program import Launch
 from tilewise.kernels.common.quantized import FP8, Lengths
 from tilewise.kernels.cpu import quantize as plain
-from tilewise.kernels.hopper.copy_rows import copy_rows
+from tilewise.kernels.hopper import copy_rows
 from tilewise.kernels.portable import decode_launch, quantize_memory
 from tilewise.kernels.portable import quantize as kernels
 from tilewise.kernels.portable.signals import LANES, WORDS, barrier_kernel, poison_kernel
@@ -112,7 +112,7 @@ def test_copies_of_rows(headdim, width, monkeypatch):
     """Zeros up to the width, nothing past it."""
     x, y = torch.randn(2, 50, 3, headdim).half(), torch.full((2, 50, 3, width + 8), 7.0).half()
     with executing(monkeypatch, options=dict(num_warps=8)):
-        copy_rows((x, y[..., :headdim], width))
+        copy_rows.launch_of([(x, y[..., :width])]).start({}, x.device)
     assert torch.equal(y[..., :headdim], x)
     assert (y[..., headdim:width] == 0).all() and (y[..., width:] == 7).all()
 

@@ -10,7 +10,7 @@ from helpers.counters import count
 AT_LEAST = {"arguments by keyword, percent": 17.9}
 AT_MOST = {
     # Sizes
-    "lines": 50_589,
+    "lines": 50_480,
     "files that name softcap": 37,
     "files that name sinks": 43,
     "files attention() imports": 39,
@@ -20,11 +20,11 @@ AT_MOST = {
     "records per 1,000 lines, device": 6.79,
     "records built at one place, host": 26,
     "records built at one place, device": 58,
-    "launching classes": 4,
+    "launching classes": 3,
     "dispatchers": 1,
     "check files": 6,
     # Plain English
-    "calls with *x per 1,000 lines": 4.35,
+    "calls with *x per 1,000 lines": 4.24,
     "calls with a tuple's *": 0,
     "vague locals": 32,
     "docstrings without a subject": 0,

@@ -5,20 +5,19 @@ bytes.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 
-from ...emulation import interpret
 from ...tile.types import Strided
-from ..common.building import first_launch
-from ..common.relaunch import class_of, has_launch_hooks, relaunch
+from ..common.program import Launch, checked
 
 UNIT = 8  # elements of 16 bits in 16 bytes
 ELEMENTS_PER_PROGRAM = 8192  # of a program
 MAX_TENSORS = 3  # tensors of a launch
+ARGS, CONSTANTS = ("first", "second", "third"), ("FIRST", "SECOND", "THIRD")
 
 
 class Copy(NamedTuple):
@@ -83,36 +82,21 @@ def place_of_rows(x, row, seqlen, nheads):
     return batch * x.batch + position * x.row + head * x.head
 
 
-_compiled: dict[tuple, Any] = {}
-
-
-def copy_rows(*copies: tuple[torch.Tensor, torch.Tensor, int]) -> None:
-    """Copies up to three (batch, seqlen, nheads, headdim) tensors into others, whose memory holds
-    so many columns a row.
+def launch_of(pairs: Sequence[tuple[Any, Any]]) -> Launch:
+    """A launch that copies up to three operands (batch, seqlen, nheads, headdim) into others, whose
+    columns past those are 0.
     """
-    nonempty = [of_copy(x, target, width=width) for x, target, width in copies if x.numel() > 0]
-    if not nonempty:
-        return
-    programs, device = sum(copied.programs for copied, _ in nonempty), copies[0][0].device
-    copied, constants = ((*x, *[None] * (MAX_TENSORS - len(nonempty))) for x in zip(*nonempty))
-    if device.type == "cpu":
-        interpret(copy_rows_kernel)[(programs,)](*copied, *constants)
-        return
-    index = device.index
-    leaves = (x for one, _ in nonempty for x in (*one.source, *one.target, *one[2:]))
-    key = index, constants, *map(class_of, leaves)
-    compiled = _compiled.get(key)
-    if compiled is None or has_launch_hooks() or torch.cuda.current_device() != index:
-        with torch.cuda.device(index):
-            args = *copied, *constants
-            _compiled[key] = first_launch(copy_rows_kernel, programs, *args, num_warps=8)
-    else:
-        relaunch(compiled, programs, index, *copied, *constants)
+    copies = [of_copy(source, target) for source, target in pairs]
+    programs = sum(copied.programs for copied, _ in copies)
+    copies += [(None, None)] * (MAX_TENSORS - len(copies))
+    args, constants = (dict(zip(names, x)) for names, x in zip((ARGS, CONSTANTS), zip(*copies)))
+    return checked(Launch(copy_rows_kernel, programs, args, constants, dict(num_warps=8)))
 
 
-def of_copy(source: torch.Tensor, target: torch.Tensor, width: int) -> tuple[Copied, Copy]:
+def of_copy(source: Any, target: Any) -> tuple[Copied, Copy]:
     """A copy as the kernel takes it."""
     batch, seqlen, nheads, headdim = source.shape
+    width = target.shape[-1]
     from_unit, to_unit = unit_of(source), unit_of(target)
     block_d = triton.next_power_of_2(width)
     constants = Copy(headdim, width, from_unit, to_unit, ELEMENTS_PER_PROGRAM // block_d, block_d)
@@ -122,12 +106,12 @@ def of_copy(source: torch.Tensor, target: torch.Tensor, width: int) -> tuple[Cop
     return Copied(from_rows, to_rows, rows, seqlen, nheads, programs), constants
 
 
-def in_units(x: torch.Tensor, unit: int) -> Strided:
+def in_units(x: Any, unit: int) -> Strided:
     """A tensor as the kernel takes it."""
     batch, row, head = (stride // unit for stride in x.stride()[:3])
     return Strided(x, batch, row=row, head=head)
 
 
-def unit_of(x: torch.Tensor) -> int:
+def unit_of(x: Any) -> int:
     """The elements, up to UNIT, that the strides between rows of x are multiples of."""
     return math.gcd(UNIT, *(stride for n, stride in zip(x.shape[:3], x.stride()) if n > 1))

@@ -13,9 +13,9 @@ import triton
 
 from ...problem import Problem
 from ..common.arguments import aligned
-from ..common.program import TorchStep
+from ..common.program import Step, TorchStep
 from ..common.workspace import Workspace
-from .copy_rows import UNIT, copy_rows
+from .copy_rows import UNIT, launch_of
 
 Tensor = torch.Tensor
 
@@ -35,15 +35,24 @@ def is_readable(x: Tensor) -> bool:
     return x.stride(-1) == 1 and aligned(x)
 
 
-def copy_into_padded_rows(*tensors: Tensor) -> None:
-    """Copies the first half of the tensors into the others."""
-    count = len(tensors) // 2
-    pairs = list(zip(tensors[:count], tensors[count:]))
-    copy_rows(*((x, copy, copy.shape[-1]) for x, copy in pairs if x.stride(-1) == 1))
+def copies_of(pairs: Sequence[tuple[Any, Any]]) -> list[Step]:
+    """The steps that copy operands into others, whose columns past those are 0: rows of 16 bits by
+    one launch, others by torch.
+    """
+    in_rows, steps = [], []
     for x, copy in pairs:
-        if x.stride(-1) != 1:
-            copy[..., : x.shape[-1]] = x
-            copy[..., x.shape[-1] :] = 0
+        if x.stride(-1) == copy.stride(-1) == 1 and x.itemsize == 2:
+            in_rows.append((x, copy))
+        else:
+            steps.append(TorchStep(copy_columns, (x.name, copy.name)))
+    return [*steps, launch_of(in_rows)] if in_rows else steps
+
+
+def copy_columns(x: Tensor, copy: Tensor) -> None:
+    """Copies a tensor into one of more columns or fewer."""
+    columns = min(x.shape[-1], copy.shape[-1])
+    copy[..., :columns] = x[..., :columns]
+    copy[..., columns:] = 0
 
 
 class Readable:
@@ -51,10 +60,10 @@ class Readable:
 
     def __init__(self, work: Workspace) -> None:
         self.work = work
-        self.steps: list[TorchStep] = []
+        self.steps: list[Step] = []
 
     def copied(self, operands: Sequence[Any], which: Sequence[bool]) -> list[Any]:
-        """The operands, with copies in padded rows for some of them, by one launch."""
+        """The operands, with copies in padded rows for some of them."""
         pairs = {
             x.name: self.work.add(
                 f"{x.name} in padded rows", (*x.shape[:-1], padded_width(x.shape[-1])), x.dtype
@@ -62,9 +71,7 @@ class Readable:
             for x, is_copied in zip(operands, which)
             if is_copied
         }
-        if pairs:
-            names = *pairs, *(x.name for x in pairs.values())
-            self.steps.append(TorchStep(copy_into_padded_rows, names))
+        self.steps += copies_of([(x, pairs[x.name]) for x in operands if x.name in pairs])
         return [pairs.get(x.name, x) for x in operands]
 
 
@@ -83,10 +90,3 @@ def is_flat(problem: Problem, v: Tensor) -> bool:
     fits = reaches <= max(64, triton.next_power_of_2(columns)) and step > 0 and step % unit == 0
     first_head = v.as_strided((*v.shape[:2], 1, columns), v.stride())
     return fits and v.stride(-1) == 1 and aligned(first_head)
-
-
-def copy_back(*tensors: Tensor) -> None:
-    """What was written in padded rows, the first half of the tensors, into the others."""
-    count = len(tensors) // 2
-    pairs = zip(tensors[:count], tensors[count:])
-    copy_rows(*((rows[..., : x.shape[-1]], x, x.shape[-1]) for rows, x in pairs))

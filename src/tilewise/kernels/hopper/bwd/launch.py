@@ -23,7 +23,7 @@ from ...common.results import (
 )
 from ...common.workspace import Workspace
 from ..descriptors import is_in_steps
-from ..padded import Readable, copy_back, is_padded, is_readable, padded_width
+from ..padded import Readable, copies_of, is_padded, is_readable, padded_width
 from .bias_pairs import clear, has_unseen, sum_scores
 from .kernels import Kernels
 
@@ -102,17 +102,15 @@ def steps_of(
     return [*before, *after, *copies, AFTER_KEYS] if copies else [*before, AFTER_KEYS, *after]
 
 
-def with_padded_rows(grads: Grads, work: Workspace) -> tuple[Grads, list[TorchStep]]:
-    """Gradients for TMA to write, dK and dV, and the step that copies them to those that come
+def with_padded_rows(grads: Grads, work: Workspace) -> tuple[Grads, list[Step]]:
+    """Gradients for TMA to write, dK and dV, and the steps that copy them to those that come
     back.
     """
-    written = {}
+    written, copies = {}, []
     for x in (grads.dk, grads.dv):
         if not is_readable(x):
             shape = *x.shape[:-1], padded_width(x.shape[-1])
             rows = work.add(f"{x.name} in padded rows", shape, x.dtype)
             written[x.name] = rows.as_strided(x.shape, rows.strides)
-    if not written:
-        return grads, []
-    names = *(x.name for x in written.values()), *written
-    return grads._replace(**written), [TorchStep(copy_back, names)]
+            copies.append((written[x.name], x))
+    return grads._replace(**written), copies_of(copies)

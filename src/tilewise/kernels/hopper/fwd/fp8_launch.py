@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,12 +18,13 @@ from ....tile.types import Pipeline
 from ...common.arguments import aligned, features_of, numbers_of, optionals_of, sizes_of
 from ...common.building import num_sms
 from ...common.operand import Operand, names_of
-from ...common.program import Planned, Program, TorchStep, checked
+from ...common.program import Planned, Program, Step, checked
 from ...common.quantized import COLUMNS, FP8, Quantized, columns_of
 from ...common.workspace import Workspace
 from .. import assembly
 from ..descriptors import Plan, by_head, in_shared, of_queries, ragged_by_head
 from ..launch import Launch, programs_of
+from ..padded import Readable
 from ..tile_counter import tile_counters
 from . import fp8_operand, transpose
 from .epilogue import OUT_COLUMNS
@@ -82,14 +84,14 @@ def fp8_program(
     if k.shape[1] == 0 and not problem.is_packed:
         steps = [NO_KEYS]
     elif out.numel() or lse.numel():
-        readable = Readable(work)
-        tensors = readable.operands(operands, transposes) | dict(out=out, lse=lse)
+        tensors, steps = readable_operands(operands, work, transposes=transposes)
+        tensors |= dict(out=out, lse=lse)
         plan = plan_for(problem, q, extras, out_dtype, transposes)
         args = arguments(problem, plan, tensors, extras, scalars)
         programs = programs_of(args["queue"].tiles, q.device)
         constants = dict(FEATURES=plan.features, TILE=plan.tile)
         launch = Fp8Launch(hopper_fp8_fwd_kernel, programs, args, constants, dict(num_warps=4))
-        steps = [*readable.steps, checked(launch)]
+        steps.append(checked(launch))
     return Program(names, steps, work, (out, lse))
 
 
@@ -142,45 +144,29 @@ def transposing_of(v_t: Any, plan: Plan, l2_group: int) -> Transposing:
     )
 
 
-class Readable:
-    """The operands of a program as TMA can read them, and the steps that copy them to there."""
-
-    def __init__(self, work: Workspace) -> None:
-        self.work = work
-        self.steps: list[TorchStep] = []
-
-    def operands(self, operands: dict[str, Any], transposes: bool) -> dict[str, Any]:
-        """The operands, and as `values` V, which a kernel that `transposes` reads. Packed sequences
-        without any key get one row that no sequence has, as a descriptor without rows is invalid.
-        """
-        k, v_t = operands["k"], operands["v_t"]
-        if not k.shape[1]:
-            k = self.work.add("no k", (1, 1, *k.shape[2:]), k.dtype, is_cleared=True)
-        if transposes:
-            batch, rows, heads, columns = v_t.shape
-            shape = batch, heads, columns, columns_of(rows)
-            values, v_t = v_t, self.work.add("transposed", shape, torch.uint8).view(FP8)
-        else:
-            values, v_t = None, self.in_units(v_t)
-        q = self.in_units(operands["q"])
-        return operands | dict(q=q, k=self.in_units(k), v_t=v_t, values=values)
-
-    def in_units(self, x: Any) -> Any:
-        """x, or a copy of it where TMA cannot read its rows."""
-        if aligned(x):
-            return x
+def readable_operands(
+    operands: dict[str, Any], work: Workspace, transposes: bool
+) -> tuple[dict[str, Any], list[Step]]:
+    """The operands as TMA can read them, and as `values` V, which a kernel that `transposes` reads;
+    and the steps that copy them to there. Packed sequences without any key get one row that no
+    sequence has, as a descriptor without rows is invalid.
+    """
+    q, k, v_t, values = operands["q"], operands["k"], operands["v_t"], None
+    if not k.shape[1]:
+        k = work.add("no k", (1, 1, *k.shape[2:]), k.dtype, is_cleared=True)
+    if transposes:
+        batch, rows, heads, columns = v_t.shape
+        shape = batch, heads, columns, columns_of(rows)
+        values, v_t = v_t, work.add("transposed", shape, torch.uint8).view(FP8)
+    is_copied = [not aligned(x) for x in (q, k, v_t)]
+    for x in itertools.compress((q, k, v_t), is_copied):
         warn_slow(
             f"{x.name} in FP8 is copied, because TMA needs rows, heads and batches that start at "
             f"multiples of {UNIT} bytes and are not expanded: {x.name}.clone() gives both"
         )
-        copy = self.work.add(f"{x.name} in its own memory", x.shape, x.dtype)
-        self.steps.append(TorchStep(copy_dense, (x.name, copy.name)))
-        return copy
-
-
-def copy_dense(x: Tensor, copy: Tensor) -> None:
-    """Copies a tensor into memory without gaps."""
-    copy.copy_(x)
+    readable = Readable(work)
+    q, k, v_t = readable.copied((q, k, v_t), is_copied)
+    return operands | dict(q=q, k=k, v_t=v_t, values=values), readable.steps
 
 
 def takes_values(problem: Problem, q: Tensor, v: Tensor, out_dtype: torch.dtype) -> bool:

@@ -18,7 +18,6 @@ from ....tile.types import Queue, Runs
 from ...common.operand import Provided
 from ...common.program import Planned, Program
 from ...common.workspace import Workspace
-from ..descriptors import Plan
 from ..launch import programs_of
 from ..padded import Readable, is_readable
 from ..tile_counter import tile_counter
