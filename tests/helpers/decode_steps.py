@@ -13,34 +13,10 @@ from tilewise.kernels.common import append_step, decode_step, program, workspace
 from tilewise.kernels.portable import append_launch, decode_launch
 from tilewise.ops import append, calls
 
+from .fake_kernels import Kernel, fake_kernels
 from .looks import moved
 
 BF16, INT32 = torch.bfloat16, torch.int32
-
-
-class Kernel:
-    """A kernel as Triton launches it, and as it is called when it is compiled."""
-
-    function, packed_metadata = "function", "metadata"
-
-    def __init__(self, name, log):
-        self.name, self.log = name, log
-
-    def __getitem__(self, grid):
-        def front(*args, num_warps, num_stages, enable_fp_fusion, **constants):
-            self.log.append((self.name, "front", grid[0], (*args, *constants.values())))
-            return self
-
-        return front
-
-    def run(self, x, y, z, stream, function, metadata, *rest):
-        self.log.append((self.name, "again", x, rest[3:]))
-
-
-def plain(args):
-    """Arguments as the driver gets them."""
-    as_tuples = [plain(x) if isinstance(x, tuple) else x for x in args]
-    return tuple(x.data_ptr() if isinstance(x, torch.Tensor) else x for x in as_tuples)
 
 
 def compiled_for(args):
@@ -52,7 +28,8 @@ def record(monkeypatch):
     """Calls of kernels. Memory that a call makes is the same for all calls."""
     backends = {name: dispatch.BACKENDS[name] for name in ("portable", "cpu")}
     monkeypatch.setattr(dispatch, "BACKENDS", backends)  # Hopper's kernel would come first
-    log, made, new_empty = [], {}, torch.Tensor.new_empty
+    made, new_empty = {}, torch.Tensor.new_empty
+    log = fake_kernels(monkeypatch, decode_launch, "attn_split_kernel", "attn_fold_kernel")
 
     def once(x, *sizes, **options):
         shape = sizes[0] if isinstance(sizes[0], tuple) else sizes
@@ -66,14 +43,12 @@ def record(monkeypatch):
 
     def slices_of(slices, device):
         starts = workspace.starts_of(slices)
-        buffer = in_room((starts[-1] // 4,), (1,), torch.float32).view(torch.uint8)
+        buffer = in_room((starts[-1],), (1,), torch.uint8)
         return {x.name: workspace.tensor_at(buffer, at, x) for at, x in zip(starts, slices)}
 
     monkeypatch.setattr(torch.Tensor, "new_empty", once)
     for module in (decode_step, append_step):
         monkeypatch.setattr(module, "allocator_of", lambda device: in_room)
-    for name in ("attn_split_kernel", "attn_fold_kernel"):
-        monkeypatch.setattr(decode_launch, name, Kernel(name, log))
     kernel = Kernel("cache_append_kernel", log)
     monkeypatch.setattr(append_launch, "cache_append_kernel", kernel)
     monkeypatch.setattr(append, "interpreter_is_on", lambda: True)
@@ -84,8 +59,6 @@ def record(monkeypatch):
     monkeypatch.setattr(calls, "UNGUARDED", frozenset())
     calls._entry.cache_clear()
     monkeypatch.setattr(dispatch, "ask", lambda *_: None)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)  # the CPU's
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
     return log
 
 

@@ -4,8 +4,6 @@ import ctypes
 import re
 from types import SimpleNamespace
 
-from tilewise.kernels.common import packed
-
 BYTES = {"64": 8, "32": 4, "16": 2, "8": 1}
 
 
@@ -16,7 +14,7 @@ class Driver:
         self.sizes, self.launched, self.result, self.inside = sizes, [], 0, None
 
     def functions(self):
-        return packed.Driver(self.launch, self.parameter)
+        return SimpleNamespace(cuLaunchKernelEx=self.launch, cuFuncGetParamInfo=self.parameter)
 
     def parameter(self, function, n, offset, size):
         if n >= len(self.sizes):

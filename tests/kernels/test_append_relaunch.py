@@ -7,7 +7,8 @@ No GPU: kernels are fakes that record their calls.
 import pytest
 import torch
 from helpers.appends import drawn
-from helpers.decode_steps import compiled_for, plain, record
+from helpers.decode_steps import compiled_for, record
+from helpers.fake_kernels import plain
 from helpers.tiers import sample
 from helpers.work import entered
 

@@ -16,12 +16,12 @@ from helpers.decode_steps import (
     in_bytes,
     in_pages,
     packed,
-    plain,
     record,
     tensors,
     ways,
     ways_of,
 )
+from helpers.fake_kernels import plain
 from helpers.looks import moved
 
 import tilewise

@@ -4,13 +4,13 @@ of memory, as only it depends on addresses.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from .decode_step import Room
 from .shared_memory import span_of
 from .workspace import allocator_of
 
@@ -30,8 +30,7 @@ class AppendStep:
         parts: Sequence[Tensor],
     ) -> None:
         """`tensors` are those of a call that are not None, as the `Program` has them, of which some
-        are `written`; `parts` are
-        of one memory.
+        are `written`; `parts` are of one memory.
         """
         self.program, self.written = program, written
         spans = [span_of(x) if x.numel() else (0, 0) for x in tensors]
@@ -39,8 +38,8 @@ class AppendStep:
         self.overlaps = self.overlaps_of([x.data_ptr() for x in tensors])
         self.starts = [x.storage_offset() * x.itemsize for x in parts]
         if parts:
-            self.empty = allocator_of(parts[0].device)
-            self.room = Room((parts[0].untyped_storage().nbytes(),), (1,), torch.uint8)
+            size, empty = parts[0].untyped_storage().nbytes(), allocator_of(parts[0].device)
+            self.new_parts = functools.partial(empty, (size,), (1,), torch.uint8)
 
     def overlaps_of(self, row: Sequence[int]) -> list[tuple[int, int]]:
         """Tensors whose memory may be that of one that is written, and how far they are from it."""

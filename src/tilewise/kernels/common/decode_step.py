@@ -4,9 +4,9 @@ of the same signature: no checks, and addresses as the only arguments.
 
 from __future__ import annotations
 
-import math
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -50,24 +50,6 @@ def run(program: Program, cached: Cached, out: Tensor, lse: Tensor) -> DecodeSte
     return DecodeStep(program, [x for x in cached.tensors if x is not None], out, lse)
 
 
-class Room(NamedTuple):
-    """New memory on the current device, as `torch.empty_strided` takes it."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-
-def room_for(x: Tensor) -> Room:
-    """Room for another x."""
-    return Room(tuple(x.shape), x.stride(), x.dtype)
-
-
-def floats(count: int) -> Room:
-    """Room for so many."""
-    return Room((count,), (1,), torch.float32)
-
-
 class DecodeStep:
     """The memory that a program makes, and the addresses that it takes. Holds no tensor."""
 
@@ -75,13 +57,16 @@ class DecodeStep:
         """`read` are the tensors that are not None, and so are those of calls."""
         self.append: Any = None  # the `AppendStep` that is launched first
         self.bytes = [stop - first for first, stop in map(span_of, (*read, out))]
-        self.index, self.empty = program.device.index, allocator_of(program.device)
-        self.of_out, self.of_lse = room_for(out), room_for(lse)
+        self.index, empty = program.device.index, allocator_of(program.device)
+        self.new_out, self.new_lse = (
+            functools.partial(empty, tuple(x.shape), x.stride(), x.dtype) for x in (out, lse)
+        )
         self.launch, self.starts = program.launch, program.starts
-        self.of_states = floats(program.size // 4)
+        self.new_states = functools.partial(empty, (program.size,), (1,), torch.uint8)
         # Of a caller that takes no lse it lies behind the states
         self.lse_start = -(-program.size // ALIGNMENT) * ALIGNMENT
-        self.of_both = floats(self.lse_start // 4 + math.prod(self.of_lse.shape))
+        size = self.lse_start + lse.numel() * lse.itemsize
+        self.new_both = functools.partial(empty, (size,), (1,), torch.uint8)
 
     def __call__(
         self,
@@ -94,7 +79,7 @@ class DecodeStep:
         step may not be launched past Triton. `addresses` are those of the tensors that are not
         None, and of `out` where it is given, in a list that may grow; or None.
         """
-        index, empty = self.index, self.empty
+        index = self.index
         if not may_relaunch(index):
             return None
         row = addresses
@@ -102,7 +87,7 @@ class DecodeStep:
             row = [x.data_ptr() for x in (*tensors, out) if x is not None]
         memory = append = self.append  # memory is held until both are launched
         if append is not None:
-            memory = append.empty(*append.room)
+            memory = append.new_parts()
             first = memory.data_ptr()
             for start in append.starts:  # a comprehension is a call
                 row += (first + start,)
@@ -110,19 +95,19 @@ class DecodeStep:
                 return None
             row = list(append.reads(row))
         if out is None:
-            out = empty(*self.of_out)
+            out = self.new_out()
             row.append(out.data_ptr())
         elif self.may_overlap(row):
             return None
         lse = states = None  # held until the launch: what is given back may at once be another's
         if has_lse:
-            lse = empty(*self.of_lse)
+            lse = self.new_lse()
             row.append(lse.data_ptr())
             if self.starts:
-                states = empty(*self.of_states)
+                states = self.new_states()
                 base = states.data_ptr()
         else:
-            states = empty(*self.of_both)
+            states = self.new_both()
             base = states.data_ptr()
             row.append(base + self.lse_start)
         for start in self.starts:

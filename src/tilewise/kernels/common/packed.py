@@ -14,7 +14,7 @@ import functools
 import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from .operand import Gap
 
@@ -29,24 +29,17 @@ CONFIG = struct.Struct("=7I4xQQI4x")
 STREAM = 32  # its place
 
 
-class Driver(NamedTuple):
-    """Functions of libcuda."""
-
-    launch: Callable[..., int]
-    parameter: Callable[..., int]  # its offset and size
-
-
 @functools.lru_cache(maxsize=1)
-def driver() -> Driver | None:
-    """None where it has not got them: before CUDA 12.4."""
+def driver() -> Any:
+    """The library, or None where it has not got these functions: before CUDA 12.4."""
+    address = ctypes.c_void_p
     try:
         library = ctypes.CDLL("libcuda.so.1")
-        calls = Driver(library.cuLaunchKernelEx, library.cuFuncGetParamInfo)
+        library.cuLaunchKernelEx.argtypes = (address,) * 4
+        library.cuFuncGetParamInfo.argtypes = (address, ctypes.c_size_t, address, address)
     except (OSError, AttributeError):
         return None
-    calls.launch.argtypes = (ctypes.c_void_p,) * 4
-    calls.parameter.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p)
-    return calls
+    return library
 
 
 class Map(bytes):
@@ -145,7 +138,8 @@ def packed(
         return None
     parameters += [(POINTER, 0)] * len(scratch)
     config = programs, 1, 1, 32 * warps, 1, 1, shared
-    return Packed(libcuda.launch, compiled.function, config, moving, parameters, otherwise)
+    launch = libcuda.cuLaunchKernelEx
+    return Packed(launch, compiled.function, config, moving, parameters, otherwise)
 
 
 def sized(kind: str, value: Any, moving: Sequence[str]) -> int:
@@ -154,11 +148,12 @@ def sized(kind: str, value: Any, moving: Sequence[str]) -> int:
     return struct.calcsize(NUMBERS[kind])
 
 
-def sizes_of(function: int, libcuda: Driver) -> list[int]:
+def sizes_of(function: int, libcuda: Any) -> list[int]:
     """Sizes of all parameters of a kernel, as the driver knows them."""
     sizes: list[int] = []
     offset, size = ctypes.c_size_t(), ctypes.c_size_t()
-    while not libcuda.parameter(function, len(sizes), ctypes.byref(offset), ctypes.byref(size)):
+    at_offset, at_size = ctypes.byref(offset), ctypes.byref(size)
+    while not libcuda.cuFuncGetParamInfo(function, len(sizes), at_offset, at_size):
         sizes.append(size.value)
     return sizes
 

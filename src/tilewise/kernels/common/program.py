@@ -8,6 +8,7 @@ Triton, at all later calls.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -123,7 +124,14 @@ class Program:
         *self.zero_starts, self.zero_size = starts_of(self.zeros)
         apart = (x for x in workspace.slices if x.name in of_torch)
         self.made = [*(x for x in outputs if x is not None), *apart]
-        self.rooms = [(tuple(x.shape), x.strides, x.dtype) for x in self.made]
+        empty = allocator_of(self.device)
+        self.makers = [
+            functools.partial(empty, tuple(x.shape), x.strides, x.dtype) for x in self.made
+        ]
+        self.new_buffer, self.new_zeros = (
+            functools.partial(empty, (size,), (1,), torch.uint8)
+            for size in (self.size, self.zero_size)
+        )
         self.cleared = [place for place, x in enumerate(self.made) if x.is_cleared]
         self.returned = [None if x is None else self.made.index(x) for x in outputs]
         gaps = (x for launch in self.launches for x in gaps_in(launch.positional))
@@ -134,7 +142,6 @@ class Program:
         self.copied = self._copied()
         # Whether addresses are all that it is launched by
         self.takes_addresses = not self.copied and len(self.launches) == len(self.steps)
-        self.empty = allocator_of(self.device)
         self.index: int | None = None  # of the device for which the kernels are compiled
         self.again: list[Relaunch | TorchStep | Mark] | None = None
         self.needs_scratch = False
@@ -152,20 +159,20 @@ class Program:
             tensors = list(tensors)
             for place in self.copied:
                 tensors[place] = tensors[place].contiguous()
-        again, empty = self.again, self.empty
+        again = self.again
         if again is None or not may_relaunch(self.index):
             return self._start(tensors, between)
-        new_tensors = [empty(*room) for room in self.rooms]
+        new_tensors = [make() for make in self.makers]
         for place in self.cleared:
             new_tensors[place].zero_()
         tensors = *tensors, *new_tensors
         row = [0 if x is None else x.data_ptr() for x in tensors]
         if self.starts:
-            buffer = empty((self.size,), (1,), torch.uint8)  # held until all is launched
+            buffer = self.new_buffer()  # held until all is launched
             base = buffer.data_ptr()
             row += [base + start for start in self.starts]
         if self.zero_starts:
-            zeros = empty((self.zero_size,), (1,), torch.uint8).zero_()
+            zeros = self.new_zeros().zero_()
             base = zeros.data_ptr()
             row += [base + start for start in self.zero_starts]
         if self.needs_scratch:

@@ -22,7 +22,9 @@ def allocator_of(device: torch.device) -> Any:
 
     allocate = getattr(guards, "_empty_strided_cuda", None)
     if device.type != "cuda" or allocate is None:
-        return lambda *room: torch.empty_strided(*room[:2], dtype=room[2], device=device)
+        return lambda shape, strides, dtype: torch.empty_strided(
+            shape, strides, dtype=dtype, device=device
+        )
     return allocate
 
 
