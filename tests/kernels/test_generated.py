@@ -39,7 +39,7 @@ from tilewise.mods import (
     sliding_window,
 )
 from tilewise.mods.codegen import function_of
-from tilewise.mods.expressions import OPERATORS, steps
+from tilewise.mods.expressions import OPERATORS, nodes_of
 from tilewise.testing import build
 
 DOC = torch.arange(64, dtype=torch.int32) // 7
@@ -90,7 +90,7 @@ BY_OPERATOR = {
 @pytest.mark.parametrize("run", [interpreted, emulated])
 def test_every_operator(op, run):
     mod = BY_OPERATOR[op]
-    assert op in {step.op for step in steps(mod.expr)}
+    assert op in {node.op for node in nodes_of(mod.expr)}
     check(mod, run)
     check(mod, run, b=0, h=0, q_start=16, k_start=3, turned=True)
 

@@ -20,8 +20,8 @@ import tilewise
 from tilewise import ArgumentError, mods
 from tilewise.mods import causal, document, mask, score
 from tilewise.mods.codegen import source_of
-from tilewise.mods.expressions import INT, OPERATORS, Node, steps
-from tilewise.mods.widths import BITS_32, are_long, ranges_of
+from tilewise.mods.expressions import INT, OPERATORS, Node, nodes_of
+from tilewise.mods.widths import BITS_32, long_nodes, ranges_of
 from tilewise.sparse import create_block_mask
 from tilewise.testing import build, use_emulator, use_interpreter
 
@@ -58,7 +58,7 @@ def exactly(op: str, x: int, y: int) -> int:
     return (found + 2**63) % 2**64 - 2**63
 
 
-INTEGER = [op for op, known in OPERATORS.items() if known.kind(*[INT] * known.arity) == INT]
+INTEGER = [op for op, known in OPERATORS.items() if known.kind([INT] * known.arity) == INT]
 VALUES = [LEAST, LEAST + 1, -(2**62), -(2**31) - 1, -(2**31), -65, -64, -63, -33, -32, -2, -1, 0]
 VALUES += [1, 2, 3, 31, 32, 33, 62, 63, 64, 65, 2**31 - 1, 2**31, 2**53 + 1, 2**62 + 1, 2**63 - 1]
 
@@ -82,7 +82,7 @@ def test_ranges_hold_every_value(op, dtype):
     other = Node("-", (Node("k_idx"), Node("int", (), 3)))
     for right, ys in ((Node("load", (Node("k_idx"),), (1, dtype)), values), (other, range(-3, 99))):
         inputs = (leaf, right)[: OPERATORS[op].arity]
-        own = ranges_of(steps(Node(op, inputs)))[-1]
+        own = ranges_of(nodes_of(Node(op, inputs)))[Node(op, inputs)]
         for x in values:
             for y in ys:
                 assert own.has(exactly(op, x, y)), (op, x, y, own)
@@ -105,16 +105,16 @@ ORDINARY = {
 
 @pytest.mark.parametrize("name", ORDINARY)
 def test_ordinary_functions_stay_in_32_bits_and_guard_nothing(name):
-    plan = steps(ORDINARY[name].expr)
-    assert not any(are_long(plan, ranges_of(plan)))
+    nodes = nodes_of(ORDINARY[name].expr)
+    assert not long_nodes(nodes, ranges_of(nodes))
     assert "== 0), 1" not in source_of(ORDINARY[name].expr)
 
 
 def test_what_may_not_fit_is_long():
-    plan = steps(HOSTILE["differences"].expr)
-    loads = [r for step, r in zip(plan, ranges_of(plan)) if step.op == "load"]
-    assert loads == [BITS_32, BITS_32]
-    assert are_long(plan, ranges_of(plan)).count(True) == 1
+    nodes = nodes_of(HOSTILE["differences"].expr)
+    ranges = ranges_of(nodes)
+    assert [r for node, r in ranges.items() if node.op == "load"] == [BITS_32, BITS_32]
+    assert len(long_nodes(nodes, ranges)) == 1
 
 
 UNDEFINED = {

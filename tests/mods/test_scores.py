@@ -234,7 +234,7 @@ def test_bad_arguments(name):
 
 def test_what_is_computed_twice_is_one_step():
     made = score(lambda s, b, h, q, k: torch.tanh(s + q) * torch.tanh(s + q) + (s + q))
-    assert [step.op for step in expressions.steps(made.expr)] == [
+    assert [node.op for node in expressions.nodes_of(made.expr)] == [
         *("score", "q_idx", "+", "tanh", "*", "+")
     ]
     found = evaluate(made.expr, 0, 0, Q, K, (), tile())

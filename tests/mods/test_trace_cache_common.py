@@ -95,6 +95,6 @@ def test_a_function_of_any_arguments_is_kept_for_one_of_its_uses():
 
 def test_an_unknown_instruction_proves_nothing(monkeypatch):
     causal = lambda b, h, q_idx, kv_idx: q_idx >= kv_idx  # noqa: E731
-    assert bytecode.reads_in(causal.__code__) == ((), ())
+    assert bytecode.reads_in(causal.__code__) == ()
     monkeypatch.setattr(bytecode, "OWN", bytecode.OWN - {"COMPARE_OP"})
     assert bytecode.reads_in(causal.__code__) is None

@@ -19,7 +19,7 @@ def lists_of(flags: Tensor) -> BlockLists:
     places = torch.arange(len(rows), device=rows.device) - starts[rows]
     indices = torch.zeros(counts.numel(), width, dtype=torch.int32, device=flags.device)
     indices[rows, places] = blocks.int()
-    return BlockLists(counts, indices.view(*counts.shape, width))
+    return BlockLists(counts, indices.unflatten(0, counts.shape))
 
 
 def kinds_of(partial: BlockLists, full: BlockLists, n_blocks: int) -> Tensor:

@@ -156,7 +156,8 @@ class BlockMask:
             block_mask: its mask_mod must be traceable, its BLOCK_SIZE of multiples of 16. Its lists
                 must cover its mask_mod; without a mask_mod they are the mask.
         """
-        return from_flex.converted(block_mask, cls).block_mask
+        _, tilewise_mask = from_flex.converted(block_mask, cls)
+        return tilewise_mask
 
 
 def block_mask_of(block_mask: Any) -> BlockMask | None:
@@ -257,14 +258,16 @@ def _slabs(grid: Shape, shape: Shape, block: tuple[int, int]) -> Iterator[tuple[
     batch, nheads, m_blocks, n_blocks = grid
     if not batch * nheads * m_blocks * n_blocks:
         return
-    per_head = max(m_blocks * n_blocks, *shape[2:])
+    per_head = max(m_blocks * n_blocks, shape[2], shape[3])
     steps = (
         max(1, TILES_AT_ONCE // (per_head * nheads)),
         max(1, TILES_AT_ONCE // per_head),
         max(1, TILES_AT_ONCE // max(n_blocks, block[0])),
     )
-    cuts = ([range(i, min(i + step, n)) for i in range(0, n, step)] for n, step in zip(grid, steps))
-    yield from itertools.product(*cuts)
+    batches, heads, rows = (
+        [range(i, min(i + step, n)) for i in range(0, n, step)] for n, step in zip(grid, steps)
+    )
+    yield from itertools.product(batches, heads, rows)
 
 
 def _positions(blocks: range, size: int, seqlen: int, device: torch.device) -> Tensor:
@@ -321,7 +324,7 @@ def _settle(
         )
         # A mask of few indices answers for more than one pair, or tile, at once
         if end_rows is not None:
-            sizes = blocks.q_idx.shape[1], blocks.k_idx.shape[1]
-            end_rows.add_pairs(slab, tiles, is_seen=sees.expand(len(tiles), *sizes))
+            of_pairs = sees.expand(len(tiles), blocks.q_idx.shape[1], blocks.k_idx.shape[1])
+            end_rows.add_pairs(slab, tiles, is_seen=of_pairs)
         sees = sees.expand(torch.broadcast_shapes(sees.shape, (len(tiles), 1, 1))).flatten(1)
         kinds[b, h, m, n] = sees.any(1).to(torch.uint8) + sees.all(1).to(torch.uint8)

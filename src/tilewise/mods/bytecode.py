@@ -10,16 +10,9 @@ from __future__ import annotations
 import builtins
 import dis
 import types
-from typing import NamedTuple
 
 Path = tuple[str, ...]  # a name, and attributes of what it stands for
-
-
-class Reads(NamedTuple):
-    """Names that a function loads, each once, with the attributes that it takes of them."""
-
-    globals: tuple[Path, ...]
-    free: tuple[Path, ...]
+Paths = tuple[Path, ...]
 
 
 # Builtins whose result depends on their arguments alone
@@ -30,6 +23,7 @@ PURE = {
         *("max", "min", "pow", "range", "reversed", "round", "sum", "tuple", "zip"),
     )
 }
+LOADS = {"LOAD_GLOBAL", "LOAD_DEREF"}
 ATTRIBUTES = {"LOAD_ATTR", "LOAD_METHOD"}
 # From Python 3.11 to 3.14; what a newer one adds is not proven
 OWN = {
@@ -50,33 +44,32 @@ OWN = {
 JUMPS = "POP_JUMP_"  # on true, false, none, forward, backward
 
 
-def reads_in(code: types.CodeType, methods: frozenset[str] = frozenset()) -> Reads | None:
-    """All that the code reads from around its function, or None where that is not proven. `methods`
-    read nothing, of whatever is computed.
+def reads_in(code: types.CodeType, methods: frozenset[str] = frozenset()) -> Paths | None:
+    """All that the code reads from around its function, each once: free variables, which
+    `co_freevars` names, and globals; None where that is not proven. `methods` read nothing, of
+    whatever is computed.
 
     >>> reads_in((lambda x: abs(x) < math.pi).__code__)
-    Reads(globals=(('abs',), ('math', 'pi')), free=())
+    (('abs',), ('math', 'pi'))
     >>> reads_in((lambda x: x.y).__code__)
     """
-    paths: dict[str, dict[Path, None]] = {"LOAD_GLOBAL": {}, "LOAD_DEREF": {}}
+    paths: dict[Path, None] = {}
     path: Path = ()  # of what lies on top of the stack
-    loaded = ""
     for step in dis.get_instructions(code):
         if step.is_jump_target:  # something else may lie there
-            paths.get(loaded, {})[path] = None
-            path, loaded = (), ""
+            paths[path] = None
+            path = ()
         if step.opname == "EXTENDED_ARG":
             continue
         if step.opname in ATTRIBUTES and path:
             path = *path, step.argval
             continue
-        if loaded:
-            paths[loaded][path] = None
-            path, loaded = (), ""
-        if step.opname in paths:
-            path, loaded = (step.argval,), step.opname
+        paths[path] = None
+        path = ()
+        if step.opname in LOADS:
+            path = (step.argval,)
         elif step.opname in ATTRIBUTES and step.argval in methods:
             continue
         elif step.opname not in OWN and not step.opname.startswith(JUMPS):
             return None
-    return Reads(tuple(paths["LOAD_GLOBAL"]), tuple(paths["LOAD_DEREF"]))
+    return tuple(path for path in paths if path)

@@ -22,7 +22,9 @@ from .expressions import (
     OPERATORS,
     SCORE,
     Node,
+    compute,
     describe,
+    loads_of,
     lookup,
     nodes_of,
 )
@@ -38,17 +40,15 @@ def derivative(expr: Node, by: Node = OF_SCORE) -> Node:
     >>> describe(derivative(Node("tanh", (Node("score"),))))
     '(1.0 - (tanh(score) * tanh(score)))'
     """
-    slopes: dict[Node, Node] = {}
-    for node in nodes_of(expr):
-        slopes[node] = ONE if node == by else _slope(node, [slopes[x] for x in node.inputs])
-    return _guarded(expr, slopes[expr])
+    slope = compute(expr, lambda node, slopes: ONE if node == by else _slope(node, slopes))
+    return _guarded(expr, slope)
 
 
 @functools.lru_cache(maxsize=1024)
 def by_loads(name: str) -> tuple[tuple[Node, Node], ...]:
     """Each load of floats in the score function of a name, and the function's derivative by it."""
     expr = lookup(name)
-    loads = [x for x in nodes_of(expr) if x.op == "load" and x.kind == FLOAT]
+    loads = [x for x in loads_of(expr) if x.kind == FLOAT]
     slopes = [(load, derivative(expr, load)) for load in loads]
     return tuple((load, slope) for load, slope in slopes if slope != ZERO)
 

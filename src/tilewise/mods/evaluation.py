@@ -14,9 +14,8 @@ from .expressions import (
     OPERATORS,
     SCORE,
     Node,
-    TreeStep,
+    compute,
     kind_of_dtype,
-    steps,
     takes_floats,
 )
 
@@ -60,22 +59,16 @@ def evaluate(
         score = _tensor(score)
         dtype = torch.promote_types(score.dtype, dtype)
         leaves[SCORE] = score.to(dtype)
-    plan = steps(expr)
-    last_user = {i: number for number, step in enumerate(plan) for i in step.inputs}
-    values: list = []
-    for number, step in enumerate(plan):
-        kinds = [plan[i].kind for i in step.inputs]
-        operands = [values[i] for i in step.inputs]
-        if takes_floats(step.op, kinds):
-            operands = [x.to(dtype) if k == INT else x for x, k in zip(operands, kinds)]
-        if step.op in OPERATORS:
-            values.append(_compute_of(step, plan)(*operands))
-        else:
-            values.append(_leaf(step, operands, leaves=leaves, tensors=tensors, dtype=dtype))
-        for i in step.inputs:
-            if last_user[i] == number:
-                values[i] = None  # its memory
-    return values[-1]
+
+    def value_of(node: Node, operands: list[Tensor]) -> Tensor:
+        if node.op not in OPERATORS:
+            return _leaf(node, operands, leaves=leaves, tensors=tensors, dtype=dtype)
+        if takes_floats(node):
+            pairs = zip(operands, node.inputs)
+            operands = [x.to(dtype) if part.kind == INT else x for x, part in pairs]
+        return _compute_of(node)(*operands)
+
+    return compute(expr, value_of)
 
 
 def _tensor(x) -> Tensor:
@@ -83,22 +76,22 @@ def _tensor(x) -> Tensor:
     return x if isinstance(x, Tensor) else torch.tensor(x, device="cpu")
 
 
-def _compute_of(step: TreeStep, plan: list[TreeStep]) -> Callable[..., Tensor]:
-    if step.op in BY_CONSTANT:
-        second = plan[step.inputs[1]]
+def _compute_of(node: Node) -> Callable[..., Tensor]:
+    if node.op in BY_CONSTANT:
+        second = node.inputs[1]
         if second.op == INT and second.value > 0:
-            return BY_CONSTANT[step.op]
-    return OPERATORS[step.op].compute
+            return BY_CONSTANT[node.op]
+    return OPERATORS[node.op].compute
 
 
-def _leaf(step: TreeStep, index: list, leaves: dict[str, Tensor], tensors, dtype) -> Tensor:
-    if step.op in leaves:
-        return leaves[step.op]
-    if step.op == "load":
-        values = load(tensors[step.value[0]], index)
-        return values.to(dtype) if step.kind == FLOAT else values
-    kind = dtype if step.op == FLOAT else None
-    return torch.full((), step.value, dtype=kind, device=leaves["q_idx"].device)
+def _leaf(node: Node, index: list, leaves: dict[str, Tensor], tensors, dtype) -> Tensor:
+    if node.op in leaves:
+        return leaves[node.op]
+    if node.op == "load":
+        values = load(tensors[node.value[0]], index)
+        return values.to(dtype) if node.kind == FLOAT else values
+    kind = dtype if node.op == FLOAT else None
+    return torch.full((), node.value, dtype=kind, device=leaves["q_idx"].device)
 
 
 def load(x: Tensor, index: list) -> Tensor:

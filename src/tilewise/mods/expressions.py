@@ -23,7 +23,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -31,6 +31,7 @@ from ..errors import ArgumentError
 from . import integers
 
 Tensor = torch.Tensor
+Result = TypeVar("Result")
 INDICES = ("b", "h", "q_idx", "k_idx")
 SCORE = "score"
 BOOL, INT, FLOAT = "bool", "int", "float"
@@ -82,17 +83,17 @@ class Node:
         return self
 
     def __reduce__(self):
-        return tree_of, ([step[:3] for step in steps(self)],)
+        return tree_of, (rows_of(self),)
 
 
 _lock = threading.Lock()
 _nodes: weakref.WeakValueDictionary[tuple, Node] = weakref.WeakValueDictionary()
 
 
-def tree_of(plan: list[tuple]) -> Node:
-    """The tree whose distinct nodes are these (op, numbers of inputs, value), the whole last."""
+def tree_of(rows: list[tuple]) -> Node:
+    """The tree of such rows as `rows_of` gives."""
     nodes: list[Node] = []
-    for op, inputs, value in plan:
+    for op, inputs, value in rows:
         nodes.append(Node(op, tuple(nodes[i] for i in inputs), value))
     return nodes[-1]
 
@@ -104,7 +105,7 @@ class Operator(NamedTuple):
     """
 
     text: str
-    kind: Callable[..., str]
+    kind: Callable[[list[str]], str]
     compute: Callable[..., Tensor]
     slope: Callable[[Any, Any, Any], Any] | None = None
 
@@ -113,37 +114,42 @@ class Operator(NamedTuple):
         """How many operands it takes."""
         return self.text.count("{")
 
+    def written(self, operands: Sequence[str]) -> str:
+        """The operator of these, for Triton."""
+        return self.text.format(*operands)
 
-def _number(*kinds: str) -> str:
+
+def _number(kinds: list[str]) -> str:
     return "" if set(kinds) - NUMERIC else FLOAT if FLOAT in kinds else INT
 
 
-def _integer(*kinds: str) -> str:
+def _integer(kinds: list[str]) -> str:
     return INT if set(kinds) == {INT} else ""
 
 
-def _real(*kinds: str) -> str:
+def _real(kinds: list[str]) -> str:
     return "" if set(kinds) - NUMERIC else FLOAT
 
 
-def _whole(kind: str) -> str:
-    return INT if kind == FLOAT else ""
+def _whole(kinds: list[str]) -> str:
+    return INT if kinds == [FLOAT] else ""
 
 
-def _ordered(x: str, y: str) -> str:
-    return "" if {x, y} - NUMERIC else BOOL
+def _ordered(kinds: list[str]) -> str:
+    return "" if set(kinds) - NUMERIC else BOOL
 
 
-def _equal(x: str, y: str) -> str:
-    return BOOL if x == y or not {x, y} - NUMERIC else ""
+def _equal(kinds: list[str]) -> str:
+    return BOOL if len(set(kinds)) == 1 or not set(kinds) - NUMERIC else ""
 
 
-def _bits(*kinds: str) -> str:
+def _bits(kinds: list[str]) -> str:
     return kinds[0] if set(kinds) in ({BOOL}, {INT}) else ""
 
 
-def _chosen(condition: str, x: str, y: str) -> str:
-    return "" if condition != BOOL else x if x == y else _number(x, y)
+def _chosen(kinds: list[str]) -> str:
+    condition, x, y = kinds
+    return "" if condition != BOOL else x if x == y else _number([x, y])
 
 
 def _slope_of_abs(f, x, d):
@@ -219,8 +225,8 @@ ROUNDED = frozenset(name for name, step in OPERATORS.items() if step.kind is _re
 DIVISIONS, SHIFTS = ("//", "%"), ("<<", ">>")
 
 
-def undefined(op: str, operands: Sequence[Node] | Sequence[TreeStep]) -> str:
-    """What is wrong with an operator of these nodes, or steps; "" if nothing is."""
+def undefined(op: str, operands: Sequence[Node]) -> str:
+    """What is wrong with an operator of these nodes; "" if nothing is."""
     if op not in (*DIVISIONS, *SHIFTS) or operands[1].op != INT:
         return ""
     value = operands[1].value
@@ -237,7 +243,7 @@ def kind_of_step(op: str, value: Any, kinds: list[str]) -> str:
     if op == "load":
         return "" if set(kinds) - {INT} else kind_of_dtype(value[1])
     if op in OPERATORS:
-        return OPERATORS[op].kind(*kinds) if len(kinds) == OPERATORS[op].arity else ""
+        return OPERATORS[op].kind(kinds) if len(kinds) == OPERATORS[op].arity else ""
     return "" if kinds else LEAVES.get(op, "")
 
 
@@ -264,34 +270,41 @@ def nodes_of(expr: Node) -> list[Node]:
     return list(ordered)
 
 
+def compute(expr: Node, of_node: Callable[[Node, list[Result]], Result]) -> Result:
+    """What `of_node` makes of a tree, from each distinct node and what it made of that one's
+    inputs, which is kept no longer than it is needed.
+    """
+    nodes = nodes_of(expr)
+    last_user = {x: node for node in nodes for x in node.inputs}
+    results: dict[Node, Result] = {}
+    for node in nodes:
+        results[node] = of_node(node, [results[x] for x in node.inputs])
+        for x in set(node.inputs):
+            if last_user[x] is node:
+                del results[x]
+    return results[expr]
+
+
+def loads_of(expr: Node) -> list[Node]:
+    """What a tree reads of captured tensors."""
+    return [node for node in nodes_of(expr) if node.op == "load"]
+
+
 def slots_of(expr: Node) -> int:
     """How many captured tensors there must be for it."""
-    return 1 + max((x.value[0] for x in nodes_of(expr) if x.op == "load"), default=-1)
+    return 1 + max((load.value[0] for load in loads_of(expr)), default=-1)
 
 
-class TreeStep(NamedTuple):
-    """A node whose inputs are given by their numbers, as computers take them."""
-
-    op: str
-    inputs: tuple[int, ...]
-    value: Any  # as a Node's
-    kind: str
+def rows_of(expr: Node) -> list[tuple[str, tuple[int, ...], Any]]:
+    """The distinct nodes as (op, numbers of inputs, value), the whole tree last."""
+    nodes = nodes_of(expr)
+    numbers = {node: number for number, node in enumerate(nodes)}
+    return [(node.op, tuple(numbers[x] for x in node.inputs), node.value) for node in nodes]
 
 
-def steps(expr: Node) -> list[TreeStep]:
-    """The distinct nodes as steps: what occurs twice in the tree is here once."""
-    plan: list[TreeStep] = []
-    numbers: dict[Node, int] = {}
-    for node in nodes_of(expr):
-        numbers[node] = len(plan)
-        inputs = tuple(numbers[x] for x in node.inputs)
-        plan.append(TreeStep(node.op, inputs, value=node.value, kind=node.kind))
-    return plan
-
-
-def takes_floats(op: str, kinds: list[str]) -> bool:
+def takes_floats(node: Node) -> bool:
     """Whether an operator's integer operands become floats."""
-    return op in OPERATORS and FLOAT in (*kinds, OPERATORS[op].kind(*kinds))
+    return node.op in OPERATORS and FLOAT in (node.kind, *(x.kind for x in node.inputs))
 
 
 LONGEST = 500  # letters of a part in a message
@@ -299,16 +312,12 @@ LONGEST = 500  # letters of a part in a message
 
 def describe(expr: Node) -> str:
     """The tree as people write it, for messages; of a part that is too long, three dots."""
-    return descriptions(expr)[expr]
 
+    def text_of(node: Node, inputs: list[str]) -> str:
+        text = _described(node, inputs)
+        return text if len(text) <= LONGEST else "(...)"
 
-def descriptions(expr: Node) -> dict[Node, str]:
-    """Each distinct node as people write it."""
-    texts: dict[Node, str] = {}
-    for node in nodes_of(expr):
-        text = _described(node, [texts[x] for x in node.inputs])
-        texts[node] = text if len(text) <= LONGEST else "(...)"
-    return texts
+    return compute(expr, text_of)
 
 
 def _described(node: Node, inputs: list[str]) -> str:
@@ -318,7 +327,7 @@ def _described(node: Node, inputs: list[str]) -> str:
         return constant_text(node.value)
     if node.op == "load":
         return f"t{node.value[0]}[{', '.join(inputs)}]"
-    return OPERATORS[node.op].text.format(*inputs).replace("tl.", "")
+    return OPERATORS[node.op].written(inputs).replace("tl.", "")
 
 
 def constant_text(value: bool | int | float) -> str:
@@ -335,9 +344,8 @@ _table: OrderedDict[str, Node] = OrderedDict()
 
 def intern(expr: Node) -> str:
     """The name of a tree, the same in every process, kept in a table of TABLE_SIZE trees."""
-    plan = steps(expr)
-    kind = "mask" if plan[-1].kind == BOOL else "score"
-    name = f"{kind}_{hashlib.sha256(repr(plan).encode()).hexdigest()[:24]}"
+    kind = "mask" if expr.kind == BOOL else "score"
+    name = f"{kind}_{hashlib.sha256(repr(rows_of(expr)).encode()).hexdigest()[:24]}"
     touch(name, expr)
     return name
 

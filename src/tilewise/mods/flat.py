@@ -12,7 +12,7 @@ import torch
 from ..errors import ArgumentError
 from ..problem import NO_MODS, Extras, Mods
 from .block_checks import BlockLists, check_block, check_form
-from .expressions import INDICES, INT, MAX_SIZES, Node, lookup, nodes_of, slots_of
+from .expressions import INDICES, INT, MAX_SIZES, Node, loads_of, lookup, nodes_of, slots_of
 
 Tensor = torch.Tensor
 Sides = tuple[BlockLists, BlockLists]  # of n_blocks per m_block, and the transpose
@@ -49,24 +49,10 @@ def check_lengths(sizes: dict[str, int]) -> None:
             )
 
 
-class Load(NamedTuple):
-    """The requirements of a tree's load on its tensor."""
-
-    slot: int
-    dtype: torch.dtype
-    indices: tuple[int | str | None, ...]  # constants, INDICES as they are, None for all others
-
-
 @functools.lru_cache(maxsize=1024)
-def loads_of(name: str) -> tuple[Load, ...]:
+def loads_in(name: str) -> list[Node]:
     """The loads of the tree of a name."""
-    nodes = nodes_of(lookup(name)) if name else []
-    loads = [(*x.value, x.inputs) for x in nodes if x.op == "load"]
-    return tuple(Load(slot, dtype, tuple(map(_index, inputs))) for slot, dtype, inputs in loads)
-
-
-def _index(node: Node) -> int | str | None:
-    return node.value if node.op == INT else node.op if node.op in INDICES else None
+    return loads_of(lookup(name)) if name else []
 
 
 def check_captured(names: Mods, q: Tensor, k: Tensor, extras: Extras) -> None:
@@ -91,36 +77,36 @@ def check_captured(names: Mods, q: Tensor, k: Tensor, extras: Extras) -> None:
         ("score_mod", names.score, functions[of_mask:]),
         ("score_derivative", names.derivative, functions[of_mask:]),
     ):
-        for load in loads_of(name):
+        for load in loads_in(name):
             _check_load(argument, load, tensors=tensors, sizes=sizes)
 
 
-def _check_load(name: str, load: Load, tensors: tuple[Tensor, ...], sizes: dict[str, int]) -> None:
-    slot, dtype, indices = load
+def _check_load(name: str, load: Node, tensors: tuple[Tensor, ...], sizes: dict[str, int]) -> None:
+    slot, dtype = load.value
     if slot >= len(tensors):
         raise ArgumentError(
             f"{name} reads captured tensor {slot}, and {len(tensors)} are passed for it: pass all"
         )
     x = tensors[slot]
-    if x.dtype != dtype or x.ndim != len(indices):
+    if x.dtype != dtype or x.ndim != len(load.inputs):
         raise ArgumentError(
-            f"{name} reads captured tensor {slot} as {dtype} by {len(indices)} indices, and it is "
-            f"{x.dtype} of shape {tuple(x.shape)}: pass the tensor that it was made with"
+            f"{name} reads captured tensor {slot} as {dtype} by {len(load.inputs)} indices, and it "
+            f"is {x.dtype} of shape {tuple(x.shape)}: pass the tensor that it was made with"
         )
-    for dim, (index, n) in enumerate(zip(indices, x.shape)):
+    for dim, (index, n) in enumerate(zip(load.inputs, x.shape)):
+        is_plain = index.op in INDICES
         if not isinstance(n, int):
             fits = True  # a compiler's symbol: kernels are given numbers, which are checked
-        elif index is None:
-            fits = n > 0
-        elif isinstance(index, int):
-            fits = 0 <= index < n
+        elif index.op == INT:
+            fits = 0 <= index.value < n
         else:  # lengths that a compiler made symbols were compared when the mask was made
-            fits = n > 0 and not (isinstance(sizes[index], int) and sizes[index] > n)
+            size = sizes[index.op] if is_plain else 0
+            fits = n > 0 and not (isinstance(size, int) and size > n)
         if not fits:
+            place = index.op if is_plain else index.value if index.op == INT else "an index"
             raise ArgumentError(
-                f"{name} reads captured tensor {slot} of shape {tuple(x.shape)} at "
-                f"{'an index' if index is None else index}, of which there are "
-                f"{sizes.get(str(index), 1)}: dimension {dim} is too short"
+                f"{name} reads captured tensor {slot} of shape {tuple(x.shape)} at {place}, of "
+                f"which there are {sizes.get(index.op, 1)}: dimension {dim} is too short"
             )
 
 

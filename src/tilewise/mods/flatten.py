@@ -91,5 +91,6 @@ def check_block_mask(
             "causal and window do not combine with a block_mask: build it from "
             "tilewise.mods.causal() or sliding_window(), joined with & to the rest of the mask"
         )
-    block_mask.check(*sizes)
+    batch, nheads, seqlen_q, seqlen_k = sizes
+    block_mask.check(batch, nheads, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
     return block_mask

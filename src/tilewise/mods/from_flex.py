@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -19,22 +19,16 @@ from .block_checks import BlockLists, check_shape
 from .block_lists import SKIPPED, cut_at_ends, lists_of, trimmed
 from .expressions import BOOL, Node
 from .masks import Mask
+from .trace_cache import Same
 
 Tensor = torch.Tensor
 BlockMask = Any  # `block_mask.BlockMask`, whose file imports this one, and its class
 EVERYTHING = Node(BOOL, (), True)
+Facts = tuple | None  # of lists and a mask; None where tensors do not count writes
 
 
-class Converted(NamedTuple):
-    """What a block mask of FlexAttention became, and what it was then."""
-
-    lists: tuple[Tensor | None, ...]
-    versions: tuple[int, ...] | None  # None where tensors do not count theirs
-    mask: Mask
-    block_mask: BlockMask
-
-
-_converted: weakref.WeakKeyDictionary[Any, Converted] = weakref.WeakKeyDictionary()
+# What a block mask of FlexAttention was when it was converted, and what it became
+_converted: weakref.WeakKeyDictionary[Any, tuple[Facts, BlockMask]] = weakref.WeakKeyDictionary()
 
 
 def converted_once(block_mask: Any, ours: Any) -> BlockMask:
@@ -46,22 +40,22 @@ def converted_once(block_mask: Any, ours: Any) -> BlockMask:
             "it with create_block_mask"
         )
     _check_kind(block_mask)
-    conversion = _converted.get(block_mask)
-    if conversion is None or not _is_as_it_was(block_mask, conversion):
-        conversion = _converted[block_mask] = converted(block_mask, ours)
-    return conversion.block_mask
+    facts, tilewise_mask = _converted.get(block_mask, (None, None))
+    if facts is None or facts != _facts(block_mask, _mask_of(block_mask)):
+        facts, tilewise_mask = _converted[block_mask] = converted(block_mask, ours)
+    return tilewise_mask
 
 
-def converted(block_mask: Any, ours: Any) -> Converted:
-    """A block mask of FlexAttention and one of our class. A compiler that gave up before goes on
-    with each function that is called, and warns of what it cannot trace in this one.
+def converted(block_mask: Any, ours: Any) -> tuple[Facts, BlockMask]:
+    """What a block mask of FlexAttention is, and one of our class. A compiler that gave up before
+    goes on with each function that is called, and warns of what it cannot trace in this one.
     """
     _check_kind(block_mask)
     dynamo = sys.modules.get("torch._dynamo")
     return (_converted_of if dynamo is None else dynamo.disable(_converted_of))(block_mask, ours)
 
 
-def _converted_of(block_mask: Any, ours: Any) -> Converted:
+def _converted_of(block_mask: Any, ours: Any) -> tuple[Facts, BlockMask]:
     counts, indices = block_mask.kv_num_blocks, block_mask.kv_indices
     if counts.ndim != 3:
         raise ArgumentError(
@@ -80,8 +74,7 @@ def _converted_of(block_mask: Any, ours: Any) -> Converted:
     tilewise_mask = ours(mask, shape, block=block, partial=partial, full=full)
     if mask.expr is EVERYTHING:
         tilewise_mask = _as_listed(tilewise_mask)
-    lists, versions = _state(block_mask)
-    return Converted(lists, versions, mask=mask, block_mask=tilewise_mask)
+    return _facts(block_mask, mask), tilewise_mask
 
 
 def _check_kind(block_mask: Any) -> None:
@@ -103,23 +96,14 @@ def _mask_of(block_mask: Any) -> Mask:
     return masks.mask((lambda b, h, q_idx, kv_idx: True) if everything else block_mask.mask_mod)
 
 
-def _state(block_mask: Any) -> tuple[tuple[Tensor | None, ...], tuple[int, ...] | None]:
-    """The lists, and how often each was written to."""
+def _facts(block_mask: Any, mask: Mask) -> Facts:
+    """What tells its lists, how often each was written to, and its mask from others."""
     names = "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"
-    lists = tuple(getattr(block_mask, name) for name in names)
-    there = [x for x in lists if x is not None]
-    counted = not any(x.is_inference() for x in there)
-    return lists, tuple(x._version for x in there) if counted else None
-
-
-def _is_as_it_was(block_mask: Any, conversion: Converted) -> bool:
-    """Whether its lists and its mask are those that were converted."""
-    lists, versions = _state(block_mask)
-    if versions is None or versions != conversion.versions:
-        return False
-    mask = _mask_of(block_mask)
-    pairs = *zip(lists, conversion.lists), *zip(mask.tensors, conversion.mask.tensors)
-    return mask.expr is conversion.mask.expr and all(x is y for x, y in pairs)
+    lists = [x for name in names if (x := getattr(block_mask, name)) is not None]
+    if any(x.is_inference() for x in lists):
+        return None
+    versions = tuple(x._version for x in lists)
+    return mask.expr, versions, *map(Same, lists), *map(Same, mask.tensors)
 
 
 def _as_listed(block_mask: BlockMask) -> BlockMask:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from typing import Any, ClassVar, NamedTuple, Self, overload
+from typing import Any, ClassVar, Self, overload
 
 import torch
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, a_type
 from .evaluation import evaluate
-from .expressions import INDICES, Node, describe, descriptions, intern, nodes_of, touch
+from .expressions import INDICES, Node, describe, intern, loads_of, nodes_of, touch
 from .flat import check_lengths
 from .symbols import Symbol
 
 Tensor = torch.Tensor
 Index = Tensor | int
+LENGTHS = {"b": "batch", "h": "nheads", "q_idx": "seqlen_q", "k_idx": "seqlen_k"}  # in messages
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -28,13 +28,14 @@ class TracedFunction:
     tensors: tuple[Tensor, ...] = ()
     _name: str = dataclasses.field(init=False)
     _mentions: frozenset[str] = dataclasses.field(init=False)
-    _reads: tuple[Read, ...] = dataclasses.field(init=False)
+    _loads: tuple[Node, ...] = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_name", intern(self.expr))
         mentioned = frozenset(node.op for node in nodes_of(self.expr))
         object.__setattr__(self, "_mentions", mentioned)
-        object.__setattr__(self, "_reads", tuple(_reads(self.trees)))
+        loads = tuple(load for tree in self.trees for load in loads_of(tree))
+        object.__setattr__(self, "_loads", loads)
 
     @property
     def key(self) -> str:
@@ -105,37 +106,34 @@ class TracedFunction:
         return evaluate(self.expr, b, h, q_idx, kv_idx, tensors=self.tensors, score=score)
 
 
-class Read(NamedTuple):
-    """An index, as it is, of a captured tensor."""
-
-    slot: int
-    dim: int
-    op: str  # of INDICES
-    text: str
-
-
-def _reads(trees: tuple[Node, ...]) -> Iterator[Read]:
-    for tree in trees:
-        texts = descriptions(tree)
-        for node, text in texts.items():
-            if node.op == "load":
-                for dim, index in enumerate(node.inputs):
-                    if index.op in INDICES:
-                        yield Read(node.value[0], dim, op=index.op, text=text)
-
-
 def check_sizes(function: TracedFunction, shape: tuple[int, int, int, int]) -> None:
     """Checks that captured tensors have an element for every position (indices with offsets are
     clamped); `shape` is batch, nheads, seqlen_q and seqlen_k.
     """
     sizes: dict[str, int] = dict(zip(INDICES, shape))
-    names: dict[str, str] = dict(zip(INDICES, ("batch", "nheads", "seqlen_q", "seqlen_k")))
     if not torch.compiler.is_compiling():  # to a compiler that would be a guard; operators ask too
         check_lengths(sizes)
-    for use in function._reads:
-        x, size = function.tensors[use.slot], sizes[use.op]
-        if x.shape[use.dim] < size:
-            raise ArgumentError(
-                f"the {function.KIND} reads {use.text} of a tensor of shape {tuple(x.shape)} and "
-                f"{names[use.op]} is {size}: dimension {use.dim} is too short"
-            )
+    for load in function._loads:
+        x = function.tensors[load.value[0]]
+        for dim, index in enumerate(load.inputs):
+            if index.op in sizes and x.shape[dim] < sizes[index.op]:
+                raise ArgumentError(
+                    f"the {function.KIND} reads {describe(load)} of a tensor of shape "
+                    f"{tuple(x.shape)} and {LENGTHS[index.op]} is {sizes[index.op]}: dimension "
+                    f"{dim} is too short"
+                )
+
+
+def check_tensor(
+    name: str, x: Tensor, ranks: tuple[int, ...], shapes: str, is_float: bool = False
+) -> None:
+    """Checks a tensor that a named mask or score function captures: of integers, or of floats."""
+    if not isinstance(x, Tensor):
+        kind = "a float" if is_float else "an int32"
+        raise ArgumentError(f"{name} is {a_type(x)}: it must be {kind} torch.Tensor")
+    if not (x.dtype.is_floating_point if is_float else x.dtype in (torch.int32, torch.int64)):
+        remedy = f"a float, so call {name}.float()"
+        remedy = remedy if is_float else f"int32 or int64, so call {name}.int()"
+        raise ArgumentError(f"{name}.dtype is {x.dtype}: it must be {remedy}")
+    if x.ndim not in ranks:
+        raise ArgumentError(f"{name} has shape {tuple(x.shape)}: it must be {shapes}")

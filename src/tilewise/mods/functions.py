@@ -7,6 +7,7 @@ its ends is 1. Floats stay fp32, so that a conversion to another float is refuse
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -29,7 +30,7 @@ class Refused(Exception):
 def step(op: str, *values: Any) -> Any:
     """An operator of some values, of which one is a symbol."""
     tracer = next(x.tracer for x in values if hasattr(x, "tracer"))
-    return tracer.build(op, *values)
+    return tracer.build(op, values)
 
 
 def where(condition, x, y):
@@ -261,7 +262,7 @@ ALIASES = {
 }
 OF_TORCH = [name for name in OPERATORS if name.isalnum() and name != "whole"]
 TAKEN: dict[str, Callable[..., Any]] = {
-    **{name: (lambda *values, op=name: step(op, *values)) for name in OF_TORCH},
-    **{name: (lambda *values, op=op: step(op, *values)) for name, op in ALIASES.items()},
+    **{name: functools.partial(step, name) for name in OF_TORCH},
+    **{name: functools.partial(step, op) for name, op in ALIASES.items()},
     **COMPOSITES,
 }

@@ -12,24 +12,35 @@ last index is q_idx or k_idx plus a constant: by its minimum and maximum over th
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
 from .evaluation import load
-from .expressions import BOOL, FLOAT, INT, Node, nodes_of
+from .expressions import BOOL, FLOAT, INT, Node, compute
 
 Tensor = torch.Tensor
+End = TypeVar("End")
 EXACT = 2.0**52
 # Steps of one or two numbers of 64 bits that never wrap: one end may be open alone
 BOUNDED = {"load", "where", "minimum", "maximum", "//", "%", ">>", "&", "|", "^", "~"}
 
 
-class Interval(NamedTuple):
-    """The ends, which belong to it: float64, or bool."""
+class Interval(NamedTuple, Generic[End]):
+    """The ends, which belong to it: float64 or bool tensors, or integers."""
 
-    lo: Tensor
-    hi: Tensor
+    lo: End
+    hi: End
+
+    def fits(self: Interval[int], other: Interval[int]) -> bool:
+        """Whether it lies in another."""
+        return other.lo <= self.lo and self.hi <= other.hi
+
+    def has(self: Interval[int], value: int) -> bool:
+        """Whether a value is in it."""
+        return self.lo <= value <= self.hi
 
 
 class Blocks(NamedTuple):
@@ -43,17 +54,12 @@ class Blocks(NamedTuple):
 
 def bound(expr: Node, blocks: Blocks, tensors: tuple[Tensor, ...]) -> Interval:
     """The interval of a tree over each block."""
-    nodes = nodes_of(expr)
-    last_user = {x: node for node in nodes for x in node.inputs}
-    intervals: dict[Node, Interval] = {}
-    for node in nodes:
-        inputs = [intervals[x] for x in node.inputs]
+
+    def bounds_of(node: Node, inputs: list[Interval]) -> Interval:
         interval = _bound(node, inputs, blocks=blocks, tensors=tensors)
-        intervals[node] = _tidy(interval, node.op in BOUNDED) if node.kind == INT else interval
-        for x in set(node.inputs):
-            if last_user[x] is node:
-                del intervals[x]  # its memory
-    return intervals[expr]
+        return _tidy(interval, node.op in BOUNDED) if node.kind == INT else interval
+
+    return compute(expr, bounds_of)
 
 
 def _bound(
@@ -131,12 +137,20 @@ def _shifted(index: Node) -> tuple[str | None, int]:
     return None, 0
 
 
-def _hull(*values: Tensor) -> Interval:
+def least(x: Any, y: Any) -> Any:
+    """The smaller of two ends."""
+    return min(x, y) if isinstance(x, int) else torch.minimum(x, y)
+
+
+def most(x: Any, y: Any) -> Any:
+    """The larger of two ends."""
+    return max(x, y) if isinstance(x, int) else torch.maximum(x, y)
+
+
+def hull(values: Iterable[Any]) -> Interval:
     """The interval of a box's corners, for what is monotone in each operand."""
-    lo = hi = values[0]
-    for value in values[1:]:
-        lo, hi = torch.minimum(lo, value), torch.maximum(hi, value)
-    return Interval(lo, hi)
+    corners = list(values)
+    return Interval(functools.reduce(least, corners), functools.reduce(most, corners))
 
 
 def _open_unless(is_known: Tensor, lo: Tensor, hi: Tensor) -> Interval:
@@ -145,7 +159,7 @@ def _open_unless(is_known: Tensor, lo: Tensor, hi: Tensor) -> Interval:
 
 
 def _divide(x: Interval, y: Interval) -> Interval:
-    quotient = _hull(*(torch.floor(a / b) for a in x for b in y))
+    quotient = hull(torch.floor(a / b) for a in x for b in y)
     return _open_unless(y.lo > 0, quotient.lo, hi=quotient.hi)
 
 
@@ -173,7 +187,7 @@ def _bitwise(x: Interval, y: Interval, lo: Tensor, hi: Tensor) -> Interval:
 
 def _magnitude(x: Interval) -> Interval:
     straddles = (x.lo <= 0) & (x.hi >= 0)
-    lo, hi = _hull(x.lo.abs(), x.hi.abs())
+    lo, hi = hull(end.abs() for end in x)
     return Interval(torch.where(straddles, 0.0, lo), hi)
 
 
@@ -201,7 +215,7 @@ def _chosen(c: Interval, x: Interval, y: Interval) -> Interval:
     return Interval._make(torch.where(c.lo, a, torch.where(c.hi, e, b)) for a, b, e in ends)
 
 
-_OF_BOOLS = {
+_OF_BOOLS: dict[str, Callable[..., Interval]] = {
     "&": lambda x, y: Interval(x.lo & y.lo, x.hi & y.hi),
     "|": lambda x, y: Interval(x.lo | y.lo, x.hi | y.hi),
     "^": _differ_bool,
@@ -210,10 +224,18 @@ _OF_BOOLS = {
     "~": _not,
     "where": _chosen,
 }
-_OF_INTS = {
+# Of tensors, and of single integers (`mods.widths`)
+EXACTLY: dict[str, Callable[..., Interval]] = {
     "+": lambda x, y: Interval(x.lo + y.lo, x.hi + y.hi),
     "-": lambda x, y: Interval(x.lo - y.hi, x.hi - y.lo),
-    "*": lambda x, y: _hull(*(a * b for a in x for b in y)),
+    "*": lambda x, y: hull(a * b for a in x for b in y),
+    "~": lambda x: Interval(-x.hi - 1, -x.lo - 1),
+    "neg": lambda x: Interval(-x.hi, -x.lo),
+    "minimum": lambda x, y: Interval(least(x.lo, y.lo), least(x.hi, y.hi)),
+    "maximum": lambda x, y: Interval(most(x.lo, y.lo), most(x.hi, y.hi)),
+}
+_OF_INTS: dict[str, Callable[..., Interval]] = {
+    **EXACTLY,
     "//": _divide,
     "%": _remainder,
     "<<": lambda x, y: _shift(x, y, is_left=True),
@@ -225,10 +247,6 @@ _OF_INTS = {
     "&": lambda x, y: _bitwise(x, y, lo=torch.zeros_like(x.lo), hi=torch.minimum(x.hi, y.hi)),
     "|": lambda x, y: _bitwise(x, y, lo=torch.maximum(x.lo, y.lo), hi=x.hi + y.hi),
     "^": lambda x, y: _bitwise(x, y, lo=torch.zeros_like(x.lo), hi=x.hi + y.hi),
-    "~": lambda x: Interval(-x.hi - 1, -x.lo - 1),
-    "neg": lambda x: Interval(-x.hi, -x.lo),
     "abs": _magnitude,
-    "minimum": lambda x, y: Interval(torch.minimum(x.lo, y.lo), torch.minimum(x.hi, y.hi)),
-    "maximum": lambda x, y: Interval(torch.maximum(x.lo, y.lo), torch.maximum(x.hi, y.hi)),
     "where": _chosen,
 }

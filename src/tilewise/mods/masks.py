@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable
 from typing import ClassVar
 
@@ -10,7 +11,7 @@ import torch
 
 from ..errors import ArgumentError, a_type
 from ..tile import predicates
-from .function import TracedFunction, check_sizes
+from .function import TracedFunction, check_sizes, check_tensor
 from .symbols import Symbol
 from .trace import MASK, maximum, trace
 from .trace_cache import trace_once
@@ -51,21 +52,19 @@ class Mask(TracedFunction):
         return self._value(b, h, q_idx, kv_idx)
 
     def __and__(self, other: Predicate) -> Mask:
-        other = _operand("&", other)
-        return mask(lambda *indices: self(*indices) & other(*indices))
+        return _joined("&", self, other=other)
 
     def __or__(self, other: Predicate) -> Mask:
-        other = _operand("|", other)
-        return mask(lambda *indices: self(*indices) | other(*indices))
+        return _joined("|", self, other=other)
 
     def __invert__(self) -> Mask:
-        return mask(lambda *indices: ~self(*indices))
+        return mask(lambda b, h, q_idx, kv_idx: ~self(b, h, q_idx, kv_idx))
 
     def __rand__(self, other: Predicate) -> Mask:
-        return _operand("&", other) & self
+        return _joined("&", other, other=self)
 
     def __ror__(self, other: Predicate) -> Mask:
-        return _operand("|", other) | self
+        return _joined("|", other, other=self)
 
     def __bool__(self) -> bool:
         raise ArgumentError(
@@ -200,7 +199,7 @@ def prefix_lm(prefix: int | Tensor) -> Mask:
     if not isinstance(prefix, Tensor):
         _check_int("prefix", prefix, least=0)
         return mask(lambda b, h, q_idx, kv_idx: (kv_idx < prefix) | (kv_idx <= q_idx))
-    _check_tensor("prefix", prefix, ranks=(1,), shapes="(batch,)")
+    check_tensor("prefix", prefix, ranks=(1,), shapes="(batch,)")
     return mask(lambda b, h, q_idx, kv_idx: (kv_idx < prefix[b]) | (kv_idx <= q_idx))
 
 
@@ -216,7 +215,7 @@ def document(doc_ids: Tensor) -> Mask:
     Args:
         doc_ids: int32 or int64, (seqlen,) or (batch, seqlen), the document of each position.
     """
-    _check_tensor("doc_ids", doc_ids, ranks=(1, 2), shapes="(seqlen,) or (batch, seqlen)")
+    check_tensor("doc_ids", doc_ids, ranks=(1, 2), shapes="(seqlen,) or (batch, seqlen)")
     if doc_ids.ndim == 1:
         return mask(lambda b, h, q_idx, kv_idx: doc_ids[q_idx] == doc_ids[kv_idx])
     return mask(lambda b, h, q_idx, kv_idx: doc_ids[b, q_idx] == doc_ids[b, kv_idx])
@@ -279,9 +278,9 @@ def tree(ancestors: Tensor, seqused_k: Tensor, cu_seqlens_q: Tensor) -> Mask:
         seqused_k: int32 (batch,), keys of each sequence, as in `tilewise.attention`.
         cu_seqlens_q: int32 (batch + 1,), where the queries of each sequence begin.
     """
-    _check_tensor("ancestors", ancestors, ranks=(1,), shapes="(total_q,)")
-    _check_tensor("seqused_k", seqused_k, ranks=(1,), shapes="(batch,)")
-    _check_tensor("cu_seqlens_q", cu_seqlens_q, ranks=(1,), shapes="(batch + 1,)")
+    check_tensor("ancestors", ancestors, ranks=(1,), shapes="(total_q,)")
+    check_tensor("seqused_k", seqused_k, ranks=(1,), shapes="(batch,)")
+    check_tensor("cu_seqlens_q", cu_seqlens_q, ranks=(1,), shapes="(batch + 1,)")
     if ancestors.dtype != torch.int64:
         raise ArgumentError(f"ancestors.dtype is {ancestors.dtype}: it must be int64")
     starts, first = cu_seqlens_q[:-1], seqused_k - cu_seqlens_q.diff()
@@ -294,13 +293,20 @@ def tree(ancestors: Tensor, seqused_k: Tensor, cu_seqlens_q: Tensor) -> Mask:
     return mask(predicate)
 
 
-def _operand(op: str, other: Predicate) -> Mask:
-    if not callable(other):
-        raise ArgumentError(
-            f"`{op}` joins a mask with {a_type(other)}: it joins masks and functions of "
-            "(b, h, q_idx, kv_idx)"
-        )
-    return mask(other)
+JOINS = {"&": operator.and_, "|": operator.or_}
+
+
+def _joined(op: str, one: Predicate, other: Predicate) -> Mask:
+    for operand in (one, other):
+        if not callable(operand):
+            raise ArgumentError(
+                f"`{op}` joins a mask with {a_type(operand)}: it joins masks and functions of "
+                "(b, h, q_idx, kv_idx)"
+            )
+    first, second, join = mask(one), mask(other), JOINS[op]
+    return mask(
+        lambda b, h, q_idx, kv_idx: join(first(b, h, q_idx, kv_idx), second(b, h, q_idx, kv_idx))
+    )
 
 
 def _check_int(name: str, value: int, least: int | None = None) -> None:
@@ -308,14 +314,3 @@ def _check_int(name: str, value: int, least: int | None = None) -> None:
         raise ArgumentError(f"{name} is {a_type(value)}: it must be an int")
     if least is not None and value < least:
         raise ArgumentError(f"{name}={value}: it must be at least {least}")
-
-
-def _check_tensor(name: str, x: Tensor, ranks: tuple[int, ...], shapes: str) -> None:
-    if not isinstance(x, Tensor):
-        raise ArgumentError(f"{name} is {a_type(x)}: it must be an int32 torch.Tensor")
-    if x.dtype not in (torch.int32, torch.int64):
-        raise ArgumentError(
-            f"{name}.dtype is {x.dtype}: it must be int32 or int64, so call {name}.int()"
-        )
-    if x.ndim not in ranks:
-        raise ArgumentError(f"{name} has shape {tuple(x.shape)}: it must be {shapes}")

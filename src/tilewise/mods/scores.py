@@ -13,7 +13,7 @@ import torch
 from ..errors import ArgumentError, a_type
 from .derivative import derivative as derive
 from .expressions import Node
-from .function import TracedFunction
+from .function import TracedFunction, check_tensor
 from .symbols import Symbol
 from .trace import SCORE_FUNCTION, trace
 from .trace_cache import trace_once
@@ -121,7 +121,7 @@ def alibi(slopes: Tensor) -> ScoreMod:
 
     Press et al. 2022, arXiv 2108.12409.
     """
-    _check_floats("slopes", slopes, rank=1, shape="(nheads,)")
+    check_tensor("slopes", slopes, ranks=(1,), shapes="(nheads,)", is_float=True)
     return score(lambda score, b, h, q_idx, kv_idx: score + slopes[h] * (kv_idx - q_idx))
 
 
@@ -157,22 +157,12 @@ def relative_bias(table: Tensor) -> ScoreMod:
 
     Shaw et al. 2018, arXiv 1803.02155.
     """
-    _check_floats("table", table, rank=2, shape="(nheads, 2 * reach + 1)")
+    shapes = "(nheads, 2 * reach + 1)"
+    check_tensor("table", table, ranks=(2,), shapes=shapes, is_float=True)
     if table.shape[1] % 2 == 0:
         raise ArgumentError(
-            f"table has shape {tuple(table.shape)}: it must be (nheads, 2 * reach + 1), with as "
-            "many distances before the diagonal as after it"
+            f"table has shape {tuple(table.shape)}: it must be {shapes}, with as many "
+            "distances before the diagonal as after it"
         )
     reach = table.shape[1] // 2
     return score(lambda score, b, h, q_idx, kv_idx: score + table[h, kv_idx - q_idx + reach])
-
-
-def _check_floats(name: str, x: Tensor, rank: int, shape: str) -> None:
-    if not isinstance(x, Tensor):
-        raise ArgumentError(f"{name} is {a_type(x)}: it must be a float torch.Tensor")
-    if not x.dtype.is_floating_point:
-        raise ArgumentError(
-            f"{name}.dtype is {x.dtype}: it must be a float, so call {name}.float()"
-        )
-    if x.ndim != rank:
-        raise ArgumentError(f"{name} has shape {tuple(x.shape)}: it must be {shape}")

@@ -23,14 +23,13 @@ from .expressions import (
     SCORE,
     TABLE_SIZE,
     Node,
-    TreeStep,
     intern,
     is_float_constant,
     kind_of_step,
     lookup,
-    steps,
+    nodes_of,
+    rows_of,
     touch,
-    tree_of,
     undefined,
 )
 
@@ -55,7 +54,7 @@ def serialize(name: str) -> str:
 @functools.lru_cache(maxsize=TABLE_SIZE)
 def _text(name: str) -> str:
     plan = []
-    for op, inputs, value, _ in steps(lookup(name)) if name else ():
+    for op, inputs, value in rows_of(lookup(name)) if name else ():
         if op == "load":
             value = value[0], str(value[1]).removeprefix("torch.")
         plan.append((op, inputs, value))
@@ -80,24 +79,23 @@ def _told(text: str, what: str) -> tuple[str, Node]:
 def tree_of_text(text: str, what: str) -> Node:
     """The tree of a text, or an ArgumentError."""
     try:
-        plan = _plan_of_text(text)
-        _check_result(plan, what)
+        nodes = _nodes_of_text(text)
+        _check_result(nodes, what)
     except _Wrong as error:
         raise ArgumentError(
             f"the text of a {what} is not one that tilewise writes ({error}): export or compile "
             "the program again"
         ) from None
-    return tree_of([step[:3] for step in plan])
+    return nodes[-1]
 
 
-def check_plan(plan: list[TreeStep]) -> None:
+def check_tree(expr: Node) -> None:
     """Checks that every step is one that a text may have; else an ArgumentError. No tree becomes
     the source of a kernel without this check.
     """
-    checked: list[TreeStep] = []
     try:
-        for step in plan:
-            checked.append(_step(step.op, step.inputs, value=step.value, plan=checked))
+        for number, node in enumerate(nodes_of(expr)):
+            _check_step(number, node.op, operands=node.inputs, value=node.value)
     except _Wrong as error:
         raise ArgumentError(f"no kernel is made of this tree: {error}") from None
 
@@ -106,7 +104,7 @@ class _Wrong(Exception):
     """What is wrong with a text."""
 
 
-def _plan_of_text(text: str) -> list[TreeStep]:
+def _nodes_of_text(text: str) -> list[Node]:
     if len(text) > MAX_LETTERS:
         raise _Wrong(f"{len(text)} letters, over {MAX_LETTERS}")
     try:
@@ -115,15 +113,19 @@ def _plan_of_text(text: str) -> list[TreeStep]:
         raise _Wrong(f"no JSON, {type(error).__name__}") from None
     if not isinstance(rows, list) or not rows:
         raise _Wrong("no list of steps")
-    plan: list[TreeStep] = []
-    for step in rows:
+    nodes: list[Node] = []
+    for number, step in enumerate(rows):
         if not isinstance(step, list) or len(step) != 3 or not isinstance(step[1], list):
-            raise _Wrong(f"step {len(plan)} is no [op, inputs, value]")
+            raise _Wrong(f"step {number} is no [op, inputs, value]")
         op, inputs, value = step
         if op == "load":
-            value = _read_of_told(value, len(plan))
-        plan.append(_step(op, tuple(inputs), value=value, plan=plan))
-    return plan
+            value = _read_of_told(value, number)
+        if not all(_is_below(i, number) for i in inputs):
+            raise _Wrong(f"an input of step {number} is no earlier step")
+        operands = tuple(nodes[i] for i in inputs)
+        _check_step(number, op, operands=operands, value=value)
+        nodes.append(Node(op, operands, value))
+    return nodes
 
 
 def _read_of_told(value: Any, number: int) -> tuple[Any, torch.dtype]:
@@ -134,13 +136,11 @@ def _read_of_told(value: Any, number: int) -> tuple[Any, torch.dtype]:
     return value[0], NAMES[value[1]]
 
 
-def _step(op: Any, inputs: tuple, value: Any, plan: list[TreeStep]) -> TreeStep:
-    """The step after those of `plan`."""
-    name = f"step {len(plan)}"
-    if len(plan) == MAX_STEPS:
+def _check_step(number: int, op: Any, operands: tuple[Node, ...], value: Any) -> None:
+    """Whether a tree may have a step, which comes after `number` others."""
+    name = f"step {number}"
+    if number == MAX_STEPS:
         raise _Wrong(f"over {MAX_STEPS} steps")
-    if not all(_is_below(i, len(plan)) for i in inputs):
-        raise _Wrong(f"an input of {name} is no earlier step")
     if op == "load":
         if not _is_below(value[0], MAX_SLOTS) or value[1] not in DTYPES:
             raise _Wrong(f"{name} loads from no captured tensor")
@@ -149,22 +149,20 @@ def _step(op: Any, inputs: tuple, value: Any, plan: list[TreeStep]) -> TreeStep:
             raise _Wrong(f"the value of {name} is not {op}")
     elif value is not None:
         raise _Wrong(f"{name} has a value and is neither constant nor load")
-    operands = [plan[i] for i in inputs]
     kind = kind_of_step(op, value, kinds=[x.kind for x in operands]) if type(op) is str else ""
     if not kind:
         raise _Wrong(f"{name} is no operator of its operands")
     if wrong := undefined(op, operands):
         raise _Wrong(f"{name} {wrong}")
-    return TreeStep(op, inputs, value=value, kind=kind)
 
 
 def _is_below(value: Any, stop: int) -> bool:
     return type(value) is int and 0 <= value < stop
 
 
-def _check_result(plan: list[TreeStep], what: str) -> None:
+def _check_result(nodes: list[Node], what: str) -> None:
     kind = BOOL if what == MASK else FLOAT
-    if plan[-1].kind != kind:
-        raise _Wrong(f"it gives {plan[-1].kind}, not {kind}")
-    if what == MASK and any(step.op == SCORE for step in plan):
+    if nodes[-1].kind != kind:
+        raise _Wrong(f"it gives {nodes[-1].kind}, not {kind}")
+    if what == MASK and any(node.op == SCORE for node in nodes):
         raise _Wrong("a mask knows no score")

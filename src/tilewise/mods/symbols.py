@@ -5,7 +5,7 @@ either passed to the tracer or refused with a remedy.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -20,7 +20,7 @@ class Tracer(Protocol):
 
     dialect: Any
 
-    def build(self, op: str, *values: Any) -> Symbol: ...
+    def build(self, op: str, values: Sequence[Any]) -> Symbol: ...
     def lift(self, value: Any) -> Symbol: ...
     def index(self, x: torch.Tensor, index: Any) -> Symbol | Row: ...
     def splice(self, expr: Node, leaves: dict[str, Symbol], tensors: tuple) -> Symbol: ...
@@ -36,8 +36,8 @@ def _binary(name: str) -> tuple[Callable[..., Symbol], Callable[..., Symbol]]:
     """An operator of two, by its first and by its second."""
     op = BINARY[name]
     return (
-        lambda self, other: self.tracer.build(op, self, other),
-        lambda self, other: self.tracer.build(op, other, self),
+        lambda self, other: self.tracer.build(op, (self, other)),
+        lambda self, other: self.tracer.build(op, (other, self)),
     )
 
 
@@ -87,13 +87,13 @@ class Symbol:
         return expressions.describe(self.node)
 
     def __invert__(self) -> Symbol:
-        return self.tracer.build("~", self)
+        return self.tracer.build("~", [self])
 
     def __neg__(self) -> Symbol:
-        return self.tracer.build("neg", self)
+        return self.tracer.build("neg", [self])
 
     def __abs__(self) -> Symbol:
-        return self.tracer.build("abs", self)
+        return self.tracer.build("abs", [self])
 
     def new_ones(self, size, *, dtype=None) -> Symbol:
         """The constant 1, or True, as `and_masks` of FlexAttention begins with."""
@@ -165,7 +165,7 @@ def _attach() -> None:
     """Comparisons and what is refused, onto Symbol."""
 
     def compared(op):
-        return lambda self, other: self.tracer.build(op, self, other)
+        return lambda self, other: self.tracer.build(op, (self, other))
 
     def refused(subject, remedy):
         def refuse(self, *_):
@@ -197,7 +197,8 @@ def torch_call(func, args, kwargs):
     name = name.strip("_") if name.startswith("__") else name
     tracer = symbols[0].tracer
     if name == "getitem":
-        return tracer.index(*args)
+        x, index = args
+        return tracer.index(x, index)
     return named(tracer, name, args=args, kwargs=kwargs)
 
 

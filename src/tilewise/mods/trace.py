@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, overload
 
 import torch
@@ -131,13 +131,13 @@ class Tracer(TorchFunctionMode):
             raise ArgumentError(_indexed_by(value.x, value.index))
         raise no_meaning(self, f"{value!r} ({type(value).__name__}) as an operand")
 
-    def build(self, op: str, *values) -> Symbol:
+    def build(self, op: str, values: Sequence[Any]) -> Symbol:
         """A step from its operands."""
         if op in MIRRORED:
             op, values = MIRRORED[op], values[::-1]
         operands = [self.lift(value) for value in values]
         if op in ("+", "*") and {x.kind for x in operands} & NUMERIC:  # torch's bools are 0 and 1
-            operands = [self.build("where", x, 1, 0) if x.kind == BOOL else x for x in operands]
+            operands = [self.build("where", (x, 1, 0)) if x.kind == BOOL else x for x in operands]
         node = Node(op, tuple(x.node for x in operands))
         if op not in self.dialect.operators:
             remedy = "divide with //" if op == "/" else ""
@@ -194,18 +194,17 @@ class Tracer(TorchFunctionMode):
 
     def splice(self, expr: Node, leaves: dict[str, Symbol], tensors: tuple[Tensor, ...]) -> Symbol:
         """A tree made before, at these indices and this score."""
-        symbols: dict[Node, Symbol] = {}
-        for node in expressions.nodes_of(expr):
-            inputs = tuple(symbols[x] for x in node.inputs)
+
+        def symbol_of(node: Node, inputs: list[Symbol]) -> Symbol:
             if node.op in leaves:
-                symbols[node] = leaves[node.op]
-            elif node.op in (BOOL, INT, FLOAT):
-                symbols[node] = self.lift(node.value)
-            elif node.op == "load":
-                symbols[node] = self.load(tensors[node.value[0]], inputs)
-            else:
-                symbols[node] = self.build(node.op, *inputs)
-        return symbols[expr]
+                return leaves[node.op]
+            if node.op in (BOOL, INT, FLOAT):
+                return self.lift(node.value)
+            if node.op == "load":
+                return self.load(tensors[node.value[0]], tuple(inputs))
+            return self.build(node.op, inputs)
+
+        return expressions.compute(expr, symbol_of)
 
     def _symbol(self, node: Node) -> Symbol:
         self.steps.add(node)
@@ -299,6 +298,6 @@ def _choose(op: str, *values: object) -> Any: ...  # a Symbol
 def _choose(op: str, *values):
     for value in values:
         if isinstance(value, Symbol):
-            return value.tracer.build(op, *values)
+            return value.tracer.build(op, values)
     values = [torch.as_tensor(value) for value in values]
     return OPERATORS[op].compute(*values)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch.overrides import TorchFunctionMode
 
-from .bytecode import PURE, Reads, reads_in
+from .bytecode import PURE, Paths, reads_in
 from .function import TracedFunction
 from .functions import METHODS, TAKEN
 from .symbols import BINARY, COMPARED, UNARY, symbols_in
@@ -33,7 +33,7 @@ class CachedTrace(NamedTuple):
     """A function's trace, with the code, the tracer and all that the function read then."""
 
     code: types.CodeType
-    proven: Reads | None
+    proven: Paths | None
     make: Callable | None = None
     reads: tuple | None = None
     trace: Any = None  # what `make` returned
@@ -41,7 +41,7 @@ class CachedTrace(NamedTuple):
 
 _traces: weakref.WeakKeyDictionary[Callable, CachedTrace] = weakref.WeakKeyDictionary()
 # By code too: a function that is created at every call has the same code
-_proven: weakref.WeakKeyDictionary[types.CodeType, Reads | None] = weakref.WeakKeyDictionary()
+_proven: weakref.WeakKeyDictionary[types.CodeType, Paths | None] = weakref.WeakKeyDictionary()
 
 
 def trace_once(function: Callable, make: Callable[[Callable], Made]) -> Made:
@@ -80,8 +80,14 @@ def reads_of(function: types.FunctionType, readers: tuple = ()) -> tuple | None:
     variables, cells = function.__globals__, function.__closure__ or ()
     facts: list[object] = [code]
     readers = *readers, function
-    for name, *attributes in proven.globals:
-        if name in variables:
+    for name, *attributes in proven:
+        if name in code.co_freevars:
+            try:
+                value = cells[code.co_freevars.index(name)].cell_contents
+            except ValueError:  # a name that has no value yet
+                return None
+            fact = _read(value, attributes, readers=readers)
+        elif name in variables:
             fact = _read(variables[name], attributes, readers=readers)
         elif name in PURE and not attributes and function.__builtins__.get(name) is PURE[name]:
             fact = name
@@ -90,12 +96,6 @@ def reads_of(function: types.FunctionType, readers: tuple = ()) -> tuple | None:
         if fact is None:
             return None
         facts.append(fact)
-    try:
-        for name, *attributes in proven.free:
-            cell = cells[code.co_freevars.index(name)]
-            facts.append(_read(cell.cell_contents, attributes, readers=readers))
-    except ValueError:  # a name that has no value yet
-        return None
     if function.__defaults__:
         facts += [_read(value, (), readers=readers) for value in function.__defaults__]
     if function.__kwdefaults__:
@@ -104,7 +104,7 @@ def reads_of(function: types.FunctionType, readers: tuple = ()) -> tuple | None:
     return None if None in facts else tuple(facts)
 
 
-def _proof(function: types.FunctionType) -> Reads | None:
+def _proof(function: types.FunctionType) -> Paths | None:
     """What the function's code is proven to read; a function may get another code."""
     code, cached = function.__code__, _traces.get(function)
     if cached is not None and cached.code is code:
@@ -130,9 +130,9 @@ def _read(value: Any, attributes: list[str] | tuple[str, ...], readers: tuple) -
     if kind in (str, types.NoneType, torch.dtype):
         return kind, value
     if kind in _TENSORS:
-        return _Same(value), value.dtype, value.shape, value.device
+        return Same(value), value.dtype, value.shape, value.device
     if isinstance(value, TracedFunction) or (kind in _FUNCTIONS and value in _KNOWN):
-        return (_Same(value),)
+        return (Same(value),)
     return reads_of(value, readers) if kind is types.FunctionType else None
 
 
@@ -178,7 +178,7 @@ class _TorchRecorder(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class _Same:
+class Same:
     """Equal to another of the same object, and to none when that is gone; keeps nothing alive."""
 
     def __init__(self, value: Any) -> None:
@@ -186,4 +186,4 @@ class _Same:
 
     def __eq__(self, other: object) -> bool:
         mine = self.value()
-        return isinstance(other, _Same) and mine is not None and mine is other.value()
+        return isinstance(other, Same) and mine is not None and mine is other.value()

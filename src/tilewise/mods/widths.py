@@ -9,64 +9,44 @@ stand before key 0. Past 64 bits a value wraps, and may be any.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 
-from .expressions import INT, MAX_SIZES, TreeStep
+from .expressions import INT, MAX_SIZES, Node
 from .integers import LAST_BIT
+from .intervals import EXACTLY, Interval, hull
 
-
-class Range(NamedTuple):
-    """The ends, which belong to it."""
-
-    lo: int
-    hi: int
-
-    def fits(self, other: Range) -> bool:
-        """Whether it lies in another."""
-        return other.lo <= self.lo and self.hi <= other.hi
-
-    def has(self, value: int) -> bool:
-        """Whether a value is in it."""
-        return self.lo <= value <= self.hi
-
-
+Range = Interval[int]
 BITS_32, BITS_64 = Range(-(2**31), 2**31 - 1), Range(-(2**63), 2**63 - 1)
 
 
-def ranges_of(plan: list[TreeStep]) -> list[Range | None]:
-    """The range of each step that is an integer."""
-    ranges: list[Range | None] = []
-    for step in plan:
-        ranges.append(_range(step, [ranges[i] for i in step.inputs]) if step.kind == INT else None)
+def ranges_of(nodes: list[Node]) -> dict[Node, Range]:
+    """The range of each node that is an integer, of nodes with all their inputs before them."""
+    ranges: dict[Node, Range] = {}
+    for node in nodes:
+        if node.kind == INT:
+            ranges[node] = _range(node, [ranges[x] for x in node.inputs if x in ranges])
     return ranges
 
 
-def _range(step: TreeStep, operands: list) -> Range:
-    if step.op in MAX_SIZES:
-        most = MAX_SIZES[step.op]
-        return Range(-most if step.op == "q_idx" else 0, most - 1)
-    if step.op == INT:
-        return Range(step.value, step.value)
-    if step.op == "load":
-        limits = torch.iinfo(step.value[1])
+def _range(node: Node, operands: list[Range]) -> Range:
+    if node.op in MAX_SIZES:
+        most = MAX_SIZES[node.op]
+        return Range(-most if node.op == "q_idx" else 0, most - 1)
+    if node.op == INT:
+        return Range(node.value, node.value)
+    if node.op == "load":
+        limits = torch.iinfo(node.value[1])
         return Range(limits.min, limits.max)
-    if step.op == "where":
-        operands = operands[1:]
-    if step.op not in RULES:  # of floats
+    if node.op not in RULES:  # of floats
         return BITS_64
-    result = RULES[step.op](*operands)
+    result = RULES[node.op](*operands)
     return result if result.fits(BITS_64) else BITS_64
-
-
-def _hull(*values: int) -> Range:
-    return Range(min(values), max(values))
 
 
 def _corners(compute: Callable[[int, int], int], x: Range, y: Range) -> Range:
     """Where the extremes lie at ends of both."""
-    return _hull(*(compute(a, b) for a in x for b in y))
+    return hull(compute(a, b) for a in x for b in y)
 
 
 def _quotient(x: Range, d: Range) -> Range:
@@ -80,13 +60,13 @@ def _remainder(x: Range, d: Range) -> Range:
     if d.lo > 0:
         return Range(0, min(x.hi, d.hi - 1) if x.lo >= 0 else d.hi - 1)
     below = Range(min(0, d.lo + 1), max(0, d.hi - 1))
-    return _hull(*below, *x) if d.has(0) else below
+    return hull((*below, *x)) if d.has(0) else below
 
 
 def _left(x: Range, y: Range) -> Range:
     if y.fits(Range(0, LAST_BIT)):
         return _corners(lambda a, b: a << b, x, y=y)
-    return _hull(0, *_corners(lambda a, b: a << b, x, y=Range(0, LAST_BIT)))
+    return hull((0, *_corners(lambda a, b: a << b, x, y=Range(0, LAST_BIT))))
 
 
 def _right(x: Range, y: Range) -> Range:
@@ -106,14 +86,12 @@ def _or(x: Range, y: Range) -> Range:
 
 
 def _magnitude(x: Range) -> Range:
-    ends = _hull(abs(x.lo), abs(x.hi))
+    ends = hull(map(abs, x))
     return Range(0, ends.hi) if x.has(0) else ends
 
 
 RULES: dict[str, Callable[..., Range]] = {
-    "+": lambda x, y: Range(x.lo + y.lo, x.hi + y.hi),
-    "-": lambda x, y: Range(x.lo - y.hi, x.hi - y.lo),
-    "*": lambda x, y: _corners(lambda a, b: a * b, x, y=y),
+    **EXACTLY,
     "//": _quotient,
     "%": _remainder,
     "<<": _left,
@@ -121,19 +99,16 @@ RULES: dict[str, Callable[..., Range]] = {
     "&": _and,
     "|": _or,
     "^": _or,
-    "~": lambda x: Range(~x.hi, ~x.lo),
-    "neg": lambda x: Range(-x.hi, -x.lo),
     "abs": _magnitude,
-    "minimum": lambda x, y: Range(min(x.lo, y.lo), min(x.hi, y.hi)),
-    "maximum": lambda x, y: Range(max(x.lo, y.lo), max(x.hi, y.hi)),
-    "where": lambda x, y: _hull(*x, *y),
+    "where": lambda x, y: hull((*x, *y)),
 }
 
 
-def are_long(plan: list[TreeStep], ranges: list[Range | None]) -> list[bool]:
-    """Whether each step is computed in 64 bits: it, or what it is made of, needs more than 32."""
-    is_long: list[bool] = []
-    for step, range_ in zip(plan, ranges):
-        of_long = step.op != "load" and any(is_long[i] for i in step.inputs)
-        is_long.append(range_ is not None and (of_long or not range_.fits(BITS_32)))
-    return is_long
+def long_nodes(nodes: list[Node], ranges: dict[Node, Range]) -> set[Node]:
+    """What is computed in 64 bits: it, or what it is made of, needs more than 32."""
+    long: set[Node] = set()
+    for node in nodes:
+        of_long = node.op != "load" and any(x in long for x in node.inputs)
+        if node in ranges and (of_long or not ranges[node].fits(BITS_32)):
+            long.add(node)
+    return long
