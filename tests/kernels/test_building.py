@@ -95,7 +95,7 @@ def test_a_remedy_stands_beside_the_cause(folder, monkeypatch, name):
 def test_what_is_not_about_the_machine_passes():
     for error in (torch.OutOfMemoryError("out of memory"), RuntimeError("of a GPU"), KeyError("x")):
         with pytest.raises(type(error)) as found:
-            building.first_launch(Fails(error), 1)
+            building.first_launch(Fails(error), 1, (), {})
         assert found.value is error
 
 

@@ -7,24 +7,24 @@ only by a commit that says what it adds and why; the others never.
 import pytest
 from helpers.counters import count
 
-AT_LEAST = {"arguments by keyword, percent": 17.9}
+AT_LEAST = {"arguments by keyword, percent": 18.0}
 AT_MOST = {
     # Sizes
-    "lines": 50_406,
+    "lines": 50_433,
     "files that name softcap": 37,
     "files that name sinks": 43,
     "files attention() imports": 39,
-    "lines attention() imports": 5_416,
+    "lines attention() imports": 5_410,
     # One record, one dispatcher, one file of checks, one way to launch
     "records per 1,000 lines, host": 3.55,
-    "records per 1,000 lines, device": 6.73,
+    "records per 1,000 lines, device": 6.72,
     "records built at one place, host": 22,
     "records built at one place, device": 57,
     "launching classes": 3,
     "dispatchers": 1,
     "check files": 6,
     # Plain English
-    "calls with *x per 1,000 lines": 3.58,
+    "calls with *x per 1,000 lines": 3.20,
     "calls with a tuple's *": 0,
     "vague locals": 32,
     "docstrings without a subject": 0,

@@ -62,13 +62,6 @@ def misplaced(needs: dict[str, Access], **tensors: Tensor) -> str | None:
     return None
 
 
-def in_own_memory(x: Tensor) -> Tensor:
-    """A dense copy, which begins where the allocator does: `contiguous()` copies nothing where only
-    the address is wrong.
-    """
-    return x.clone(memory_format=torch.contiguous_format)
-
-
 def check_elements(named: Iterable[tuple[str, Tensor | None]]) -> None:
     """Refuses tensors whose elements do not lie at multiples of their size, as tensors over foreign
     memory may: no instruction of a GPU reads such an element.

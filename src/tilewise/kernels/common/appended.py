@@ -13,6 +13,9 @@ from ...tile.rotary import Rotary
 from .cached import resolved
 
 Tensor = torch.Tensor
+# What an append reads and writes, as `Append.tensors` lists it
+NAMES = ("k", "k_cache", "v", "v_cache", "page_table", "seqused_k", "cu_seqlens_q", "slots")
+NAMES += ("cos", "sin", "k_descale", "v_descale")
 
 
 class Append(NamedTuple):
@@ -46,16 +49,14 @@ class Append(NamedTuple):
 
     def of_tensors(self, tensors: Sequence[Tensor | None]) -> Append:
         """A copy with these `tensors`."""
-        k, k_cache, v, v_cache, *places, cos, sin, k_descale, v_descale = tensors
+        named = dict(zip(NAMES, tensors))
+        cos, sin = named.pop("cos"), named.pop("sin")
         rotary = None if self.rotary is None else self.rotary._replace(cos=cos, sin=sin)
-        return Append(k_cache, v_cache, k, v, *places, rotary, k_descale, v_descale)
+        return self._replace(rotary=rotary, **named)
 
     def resolved(self) -> Append:
         """A copy without lazily negated tensors."""
-        rotary = self.rotary
-        if rotary is not None:
-            rotary = rotary._replace(cos=resolved(rotary.cos), sin=resolved(rotary.sin))
-        return Append(*map(resolved, self[:8]), rotary, *map(resolved, self[9:]))
+        return self.of_tensors(list(map(resolved, self.tensors)))
 
 
 class AppendedCall(NamedTuple):

@@ -70,16 +70,16 @@ def strided_of(x: Tensor) -> Strided:
     return Strided(x, batch, row, head=head)
 
 
-def scales_of(scale: Tensor | None) -> tuple[Tensor | None, int | None, int | None, int | None]:
-    """Scales of any kind and their strides: over sequences, or over pages where each row has its
-    own; None, rows, heads.
+def scales_of(name: str, scale: Tensor | None) -> dict[str, Any]:
+    """Fields of a record for scales of any kind: them, and their strides over sequences, or over
+    pages where each row has its own; over rows, if so; over heads.
     """
-    if scale is None:
-        return None, None, None, None
-    if scale.dim() == 3:
-        return scale, *scale.stride()
-    batch, head = (0, 0, *scale.stride())[-2:]
-    return scale, batch, None, head
+    batch = row = head = None
+    if scale is not None and scale.dim() == 3:
+        batch, row, head = scale.stride()
+    elif scale is not None:
+        batch, head = (0, 0, *scale.stride())[-2:]
+    return {name: scale, f"{name}_batch": batch, f"{name}_row": row, f"{name}_head": head}
 
 
 def aligned(x: Tensor) -> bool:

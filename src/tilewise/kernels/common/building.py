@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import subprocess
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +30,9 @@ def is_interpreted() -> bool:
     return not isinstance(apply_mask, JITFunction)
 
 
-def first_launch(kernel: Any, programs: int, *args: Any, **options: Any) -> Any:
+def first_launch(
+    kernel: Any, programs: int, args: Sequence[Any], options: Mapping[str, Any]
+) -> Any:
     """The compiled kernel, launched. RuntimeError, from what Triton raised, where a folder cannot
     be written or a compiler is missing or fails.
     """

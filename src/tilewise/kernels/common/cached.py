@@ -80,11 +80,12 @@ class Cached(NamedTuple):
     def problem(self) -> Problem:
         """What selects code."""
         q = self.q if self.q.dim() == 4 else self.q.unsqueeze(0)
-        flags = "bottom_right", False, Mods(self.mask)
-        return describe(q, self.k, self.v, self.extras, self.scalars, *flags)
+        how: dict[str, Any] = dict(align="bottom_right", deterministic=False, mods=Mods(self.mask))
+        return describe(q, self.k, self.v, extras=self.extras, scalars=self.scalars, **how)
 
 
-NO_CACHE = Cached(*[cast(Any, None)] * 3)  # for `of_tensors`
+NOTHING = cast(Any, None)
+NO_CACHE = Cached(q=NOTHING, k=NOTHING, v=NOTHING)  # for `of_tensors`
 
 
 def resolved(x: Tensor | None) -> Any:

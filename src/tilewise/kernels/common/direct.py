@@ -86,7 +86,10 @@ def past_triton(compiled: Any, programs: int) -> Direct | Through:
     Triton's Python, past its look at every argument.
     """
     launch = launcher_of(compiled)
-    return Through(compiled, programs) if launch is None else Direct(compiled, programs, *launch)
+    if launch is None:
+        return Through(compiled, programs)
+    launcher, packs = launch
+    return Direct(compiled, programs, launcher=launcher, packs=packs)
 
 
 def relaunch_of(

@@ -54,10 +54,9 @@ class Launch(NamedTuple):
         args = self.filled(values)
         if device.type == "cpu" and any(cpu_modes()):
             kernel = interpret(self.kernel, check=self.is_guarded)
-            kernel[(self.programs,)](*args, **without_assembly(self.constants))
+            first_launch(kernel, self.programs, args, without_assembly(self.constants))
             return None
-        options = self.constants | self.options
-        return first_launch(self.kernel, self.programs, *args, **options)
+        return first_launch(self.kernel, self.programs, args, self.constants | self.options)
 
     def relaunch_of(self, compiled: Any, values: dict[str, Any]) -> Relaunch | None:
         """A launch of the compiled kernel as a function of a stream and of a row of addresses, in

@@ -81,8 +81,8 @@ def _overlaps(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 def share_memory(x: Any, y: Any) -> bool:
     """Whether two tensors that are not empty have a byte in common."""
     apart = y.data_ptr() - x.data_ptr()
-    layouts = [(tuple(z.shape), z.stride(), z.itemsize) for z in (x, y)]
-    return _share_memory(apart, *layouts)
+    of_x, of_y = ((tuple(z.shape), z.stride(), z.itemsize) for z in (x, y))
+    return _share_memory(apart, of_x, of_y)
 
 
 @functools.lru_cache(maxsize=1024)

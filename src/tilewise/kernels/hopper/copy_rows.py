@@ -16,7 +16,6 @@ from ..common.program import Launch, checked
 
 UNIT = 8  # elements of 16 bits in 16 bytes
 ELEMENTS_PER_PROGRAM = 8192  # of a program
-MAX_TENSORS = 3  # tensors of a launch
 ARGS, CONSTANTS = ("first", "second", "third"), ("FIRST", "SECOND", "THIRD")
 
 
@@ -86,10 +85,12 @@ def launch_of(pairs: Sequence[tuple[Any, Any]]) -> Launch:
     """A launch that copies up to three operands (batch, seqlen, nheads, headdim) into others, whose
     columns past those are 0.
     """
-    copies = [of_copy(source, target) for source, target in pairs]
-    programs = sum(copied.programs for copied, _ in copies)
-    copies += [(None, None)] * (MAX_TENSORS - len(copies))
-    args, constants = (dict(zip(names, x)) for names, x in zip((ARGS, CONSTANTS), zip(*copies)))
+    args: dict[str, Any] = dict.fromkeys(ARGS)
+    constants: dict[str, Any] = dict.fromkeys(CONSTANTS)
+    programs = 0
+    for name, constant, (source, target) in zip(ARGS, CONSTANTS, pairs):
+        args[name], constants[constant] = of_copy(source, target)
+        programs += args[name].programs
     return checked(Launch(copy_rows_kernel, programs, args, constants, dict(num_warps=8)))
 
 

@@ -13,7 +13,7 @@ import triton
 from ...tile.quantize import LIMITS, by_row
 from ..common.alignment import ALIGNMENT
 from ..common.append_step import AppendStep
-from ..common.appended import TENSORS, Append, AppendedCall
+from ..common.appended import NAMES, TENSORS, Append, AppendedCall
 from ..common.arguments import contiguous_of
 from ..common.operand import operands_of
 from ..common.program import Launch, Program, checked
@@ -30,9 +30,6 @@ from .decode_launch import STAGES, WARPS, cache_of, strided_of
 from .plan import options_of
 
 Tensor = torch.Tensor
-# What an append reads and writes, as `Append.tensors` lists it
-NAMES = ("k", "k_cache", "v", "v_cache", "page_table", "seqused_k", "cu_seqlens_q", "slots")
-NAMES += ("cos", "sin", "k_descale", "v_descale")
 QUERY_ELEMENTS = 2048  # that a program rotates
 
 
@@ -163,16 +160,24 @@ def launch_of(
         rotary_seqlens=contiguous_of(base) if half else None,
     )
     nheads_k, headdim, headdim_v = *k.shape[-2:], v.shape[-1]
-    sizes = nheads_k, headdim, headdim_v
-    is_interleaved = rotary is not None and bool(rotary.interleaved)
-    padded = [triton.next_power_of_2(n) for n in sizes]
     has_bytes = new.k_cache.dtype != k.dtype
-    limit = LIMITS[new.k_cache.dtype] if has_bytes else 0.0
-    widths = Widths(*sizes, *padded, half, is_interleaved, limit)
-    caches = new.k_cache, new.v_cache
-    if new.k_cache.dtype == torch.float8_e4m3fn:  # written by its bits
-        caches = [x.view(torch.uint8) for x in caches]
-    cache = cache_of(*caches, table=new.page_table, k_scale=new.k_descale, v_scale=new.v_descale)
+    block_d = triton.next_power_of_2(headdim)
+    widths = Widths(
+        NHEADS=nheads_k,
+        D=headdim,
+        DV=headdim_v,
+        BLOCK_H=triton.next_power_of_2(nheads_k),
+        BLOCK_D=block_d,
+        BLOCK_DV=triton.next_power_of_2(headdim_v),
+        HALF=half,
+        INTERLEAVED=rotary is not None and bool(rotary.interleaved),
+        LIMIT=LIMITS[new.k_cache.dtype] if has_bytes else 0.0,
+    )
+    k_cache, v_cache = new.k_cache, new.v_cache
+    if k_cache.dtype == torch.float8_e4m3fn:  # written by its bits
+        k_cache, v_cache = (x.view(torch.uint8) for x in (k_cache, v_cache))
+    scales = dict(k_scale=new.k_descale, v_scale=new.v_descale)
+    cache = cache_of(k_cache, v_cache, table=new.page_table, **scales)
     programs = total
     if call is not None and prologue is not None:
         widths = widths._replace(PREPARES=True)
@@ -181,7 +186,7 @@ def launch_of(
             programs += batch * triton.cdiv(new.k_cache.shape[1], ROWS_PER_PROGRAM.value)
         if prologue.q is not None:
             nheads = call.q.shape[-2]
-            block = max(1, min(triton.next_power_of_2(nheads), QUERY_ELEMENTS // padded[1]))
+            block = max(1, min(triton.next_power_of_2(nheads), QUERY_ELEMENTS // block_d))
             programs += prologue.total_q * triton.cdiv(nheads, block)
             of_q: dict[str, Any] = dict(NHEADS_Q=nheads, BLOCK_Q=block)
             widths = widths._replace(AT_FIRST=call.is_at_first, **of_q)

@@ -103,5 +103,10 @@ def plan_captured(
 def load_of(load: Node, slope: Node, is_wide: bool) -> CapturedLoad:
     """A load, and the score function's slope there, as kernels take it."""
     indices_used = {node.op for node in nodes_of(load)}
-    functions = function_of(intern(slope)), place_function_of(intern(load))
-    return CapturedLoad(*functions, "q_idx" in indices_used, "k_idx" in indices_used, is_wide)
+    return CapturedLoad(
+        SLOPE=function_of(intern(slope)),
+        PLACE=place_function_of(intern(load)),
+        BY_QUERY="q_idx" in indices_used,
+        BY_KEY="k_idx" in indices_used,
+        WIDE=is_wide,
+    )

@@ -166,7 +166,8 @@ def launches_of(
     if not in_one:
         partials = partials_of(work, pieces, all_rows, problem.headdim_v)
         partials = partials._replace(blocks=blocks, lead=lead if lead > 1 else None)
-    cache = cache_of(*cached[1:4], k_scale=cached.k_descale, v_scale=cached.v_descale)
+    scales = dict(k_scale=cached.k_descale, v_scale=cached.v_descale)
+    cache = cache_of(k, cached.v, table=cached.page_table, **scales)
     if has_room and cache.page_table is not None and cache.page_size > 0:
         tile_pages, remainder = divmod(choice.tile.BLOCK_N, cache.page_size)
         cache = cache._replace(tile_pages=None if remainder else tile_pages)
@@ -226,5 +227,14 @@ def cache_of(
     """A cache as kernels take it."""
     table = table if table is None or table.stride(1) == 1 else table.contiguous()
     width, stride = (1, 0) if table is None else (table.shape[1], table.stride(0))
-    scales = *scales_of(k_scale), *scales_of(v_scale)
-    return Cache(strided_of(k), strided_of(v), table, stride, width, *k.shape[:2], *scales)
+    return Cache(
+        k=strided_of(k),
+        v=strided_of(v),
+        page_table=table,
+        table_stride=stride,
+        pages=width,
+        num_pages=k.shape[0],
+        page_size=k.shape[1],
+        **scales_of("k_scale", k_scale),
+        **scales_of("v_scale", v_scale),
+    )

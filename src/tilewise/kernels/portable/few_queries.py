@@ -55,7 +55,7 @@ def program_of(
     """The launches of a decode step without pages, of operands."""
     extras, work = Extras(**tensors), Workspace(q.device)
     cached = Cached(q, k, v, None, extras, scalars, default_split_size(problem.group))
-    outputs = outputs_of(problem, q)
+    out, lse = outputs_of(problem, q)
     shown = problem._replace(align="bottom_right")  # the same, as there is no band otherwise
-    launches = launches_of(cached, shown, *outputs, work)
-    return Program(names_of(FORWARD, 3 + len(extras.tensors)), launches, work, outputs)
+    launches = launches_of(cached, shown, out, lse, work)
+    return Program(names_of(FORWARD, 3 + len(extras.tensors)), launches, work, (out, lse))

@@ -62,8 +62,14 @@ class Plan(NamedTuple):
         if self.problem.mods.block != (0, 0):  # what a mask lists is made up of whole tiles
             rows, keys = self.problem.mods.block
             block_m, block_n = math.gcd(block_m, rows), math.gcd(block_n, keys)
+        block_d, block_dv = padded_headdims(self.problem)
         return Tile(
-            block_m, block_n, *padded_headdims(self.problem), descriptors and not chunk, chunk
+            BLOCK_M=block_m,
+            BLOCK_N=block_n,
+            BLOCK_D=block_d,
+            BLOCK_DV=block_dv,
+            DESCRIPTORS=descriptors and not chunk,
+            CHUNK=chunk,
         )
 
     def programs(self, tile: Tile) -> int:

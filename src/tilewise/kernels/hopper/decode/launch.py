@@ -138,7 +138,7 @@ def launch_of(
         sizes=SplitSizes(packed, problem.nheads_k, rows, room, batch, cached.piece_size, states)
     )
     args |= dict(numbers=numbers)
-    args |= dict(scales=Scales(*scales_of(cached.k_descale), *scales_of(cached.v_descale)))
+    args["scales"] = Scales(**scales_of("k", cached.k_descale), **scales_of("v", cached.v_descale))
     features = features_of(problem, has_fast_tanh=True)._replace(CHUNK=chunk)
     options = dict(num_warps=4)
     if tile.PROGRAMS > 1:  # of 8 warps each, whose registers setmaxnreg then divides

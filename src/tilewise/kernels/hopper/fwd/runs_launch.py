@@ -80,12 +80,12 @@ def forward_program(
     """
     problem, extras = problem._replace(is_packed=True), Extras(alibi_slopes, sinks)
     work = Workspace(q.device)
-    readable, outputs = Readable(work), outputs_of(problem, q)
+    readable, (out, lse) = Readable(work), outputs_of(problem, q)
     (q,) = readable.copied((q,), [not is_readable(q)])
     plan = plan_for(problem, q, extras)
     plan = plan._replace(features=plan.features._replace(RUNS=True))
     k, v = map(all_rows, (k, v))
-    args = arguments(problem, plan, q, k, v, *outputs, extras=extras, scalars=scalars)
+    args = arguments(problem, plan, q, k, v, out, lse, extras=extras, scalars=scalars)
     block_m, nheads = plan.tile.BLOCK_M, q.shape[2]
     tiles = count_tiles(walk, block_m) * nheads
     # The kernel reads how many tiles there are, and is not compiled again for a number that is
@@ -95,7 +95,7 @@ def forward_program(
     runs = Runs(Provided("table", lambda *_: table), words, limit)
     args["optionals"] = args["optionals"]._replace(runs=runs)
     launch = launch_of(plan, args, **beside)._replace(programs=programs_of(tiles, q.device))
-    return Program(FORWARD, [*readable.steps, launch], work, outputs)
+    return Program(FORWARD, [*readable.steps, launch], work, (out, lse))
 
 
 def all_rows(x: Any) -> Any:
@@ -149,5 +149,5 @@ def table_of(
     by_keys = [x[2] for x in sorted(tiles, key=lambda x: x[1])]
     by_arrival = [x[2] for x in sorted(tiles, key=lambda x: x[:2])]
     head = len(tiles), walk.heads, walk.seqlen, walk.pieces, mixed
-    flat = itertools.chain(head, *by_arrival, *by_keys, walk.waits)
+    flat = itertools.chain.from_iterable((head, *by_arrival, *by_keys, walk.waits))
     return torch.tensor(list(flat), dtype=torch.int32, device=device)
