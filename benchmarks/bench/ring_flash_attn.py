@@ -20,11 +20,11 @@ import torch.distributed as dist
 
 import tilewise
 import tilewise.distributed as td
-from tilewise.distributed.methods.call_spec import CallSpec
 from tilewise.distributed.methods.rows import gradients_of
+from tilewise.distributed.methods.shard_call import ShardCall
 from tilewise.explain.shapes import Shape
 from tilewise.frontend.scalars import is_long
-from tilewise.problem import Extras, Saved
+from tilewise.problem import OPEN, Extras, Saved, Scalars
 
 from . import peers
 from .peers import Absent
@@ -122,7 +122,8 @@ def _forward(q, k, v, softmax_scale, causal, **options):
 
 def _backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, softmax_scale, causal, **options):
     """flash-attn's, which writes to dq, dk and dv, in their precision."""
-    spec = CallSpec(td.contiguous(0, 1), causal=causal, scale=softmax_scale)
+    scalars = Scalars(softmax_scale, right=0 if causal else OPEN)
+    spec = ShardCall(td.contiguous(0, 1), scalars=scalars)
     given, written, more = [q, k, v, out, softmax_lse.contiguous()], [dq, dk, dv], {}
     if STARTS[0] in options:
         dout, *given = (x[None] for x in (dout, *given))

@@ -6,18 +6,18 @@ import itertools
 
 import pytest
 import torch
-from helpers.call_specs import spec_of
+from helpers.call_specs import call_of
 from helpers.parts import Parts
 from helpers.tiers import sample_rows
 
 import tilewise
 import tilewise.distributed as td
 from tilewise.distributed.methods import packed_runs, rows, run_calls
-from tilewise.distributed.methods.call_spec import check
+from tilewise.distributed.methods.shard_call import ShardCall
 from tilewise.distributed.methods.stream import by_runs
 from tilewise.distributed.transport.halves import Arena
 from tilewise.distributed.transport.memory import Files
-from tilewise.problem import Saved
+from tilewise.problem import Saved, Scalars
 from tilewise.testing import use_emulator
 
 SEQLEN, RANKS = 600, 2
@@ -81,9 +81,8 @@ def test_the_bits_of_a_run(name, kind):
         total = [torch.zeros(k.shape), torch.zeros(v.shape)]
         for rank in range(RANKS):
             mine = layout.at(rank)
-            spec = spec_of(mine, **options)
             local = [mine.shard(x) for x in (q, k, v, dout)]
-            spec = check(spec, *local[:3])
+            spec = call_of(mine, *local[:3], **options)
             keys = rows.PulledKeys(k, v, arena, marks=(None,) * len(mine.spans))
             backend = rows.backend_of_runs(spec, *local[:3])
             assert backend == "hopper"
@@ -115,7 +114,7 @@ def test_the_bits_of_a_run(name, kind):
 def test_cpus_promise_no_bits_of_runs():
     q, k, v, _, options, _ = made()
     layout = td.zigzag(SEQLEN, RANKS)
-    spec = check(spec_of(layout, **options), *(layout.shard(x) for x in (q, k, v)))
+    spec = call_of(layout, *map(layout.shard, (q, k, v)), **options)
     assert rows.backend_of_runs(spec, q, k, v) is None
 
 
@@ -123,7 +122,7 @@ def test_pieces_begin_at_a_block_of_the_sequence():
     layout = td.from_positions([torch.arange(500, 900), torch.arange(500)], RANKS).packed(
         (0, 37, 900)
     )
-    spec = spec_of(layout, causal=True, window=(100, 0))
+    spec = ShardCall(layout, scalars=Scalars(1.0, left=100, right=0))
     (span,) = layout.spans
     piece = run_calls.run_call(spec, span)
     assert (piece.keys.start - 37) % run_calls.BLOCK == 0

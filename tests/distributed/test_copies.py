@@ -7,7 +7,7 @@ import torch
 
 import tilewise.distributed as td
 from tilewise.distributed.methods import one_launch
-from tilewise.distributed.methods.call_spec import CallSpec
+from tilewise.distributed.methods.shard_call import ShardCall
 from tilewise.distributed.transport.copies import (
     Blocks,
     bytes_at,
@@ -52,7 +52,7 @@ def test_keys_in_groups_of_heads(seed, headdim_v):
         # Rows of a larger tensor, as of q, k and v that are projected together
         given = [torch.cat((mine.shard(x), mine.shard(x)), 2)[:, :, 4:] for x in whole]
         assert all(in_rows(x) is x for x in given)
-        copies = one_launch.copies_of(CallSpec(mine), *given, count=count)
+        copies = one_launch.copies_of(ShardCall(mine), *given, count=count)
         buffers = 1 if headdim_v == 16 else 2
         widths = [32] if buffers == 1 else [16, headdim_v]
         found = [torch.full((count, layout.seqlen, 4 // count * n), torch.nan) for n in widths]

@@ -41,7 +41,7 @@ def barriers(rank):
             assert (found.pull(peer, 0) == 100.0 * call + peer).all(), (call, peer)
     assert arena.barrier.number == 42 and len(arena.barrier.known) == 4  # two grow
     x = torch.ones(5000, dtype=torch.bfloat16)
-    arena.settle(x)
+    arena.settle([x])
     assert (x == 1).all()
 
 
@@ -64,14 +64,14 @@ def mismatches(rank):
     call("k (1, 8)")
     call("k (1, 9)" if rank == 2 else "k (1, 8)")  # both known: no host waits
     x = torch.ones(9000)
-    arena.settle(x)
+    arena.settle([x])
     assert x.isnan().all()
     later = r"rank 2 called k \(1, 9\); rank [01] called k \(1, 8\) \(in call \d+, of which"
     with pytest.raises(td.RankMismatch, match=later):
         call("k (1, 8)")
     call("k (1, 8)")
     x = torch.ones(9000)
-    arena.settle(x)
+    arena.settle([x])
     assert (x == 1).all()
     if rank == 1:
         with pytest.raises(ArgumentError), arenas.Reporting(dist.group.WORLD):
@@ -178,7 +178,7 @@ def killed(rank):
         os.kill(os.getpid(), signal.SIGKILL)
     call()  # of a known call: the device waits, and the host does not ask
     x = torch.ones(10)
-    arena.settle(x)
+    arena.settle([x])
     assert x.isnan().all()
     with pytest.raises(td.RankLost, match="rank 1 of 3 did not come to call 4, rows, within 2 s"):
         call()

@@ -10,7 +10,7 @@ from helpers.tiers import sample
 
 import tilewise.distributed as td
 from tilewise.distributed.methods import heads
-from tilewise.distributed.methods.call_spec import CallSpec
+from tilewise.distributed.methods.shard_call import ShardCall
 from tilewise.distributed.transport import arena as arenas
 
 if not dist.is_available() or not dist.is_gloo_available():
@@ -85,11 +85,11 @@ def test_what_is_overwritten_was_read():
 def test_groups_have_work_for_a_gpu(nheads_k, batch, expected):
     layout = td.zigzag(16384, 2)
     q, k = torch.empty(batch, 8192, 32, 8), torch.empty(batch, 8192, nheads_k, 8)
-    spec = CallSpec(layout)
+    spec = ShardCall(layout)
     groups = heads.groups_of(spec, q, k, k)
     assert len(groups) == expected
     assert sum(map(len, groups)) == nheads_k // 2
-    short = CallSpec(td.zigzag(2048, 2))
+    short = ShardCall(td.zigzag(2048, 2))
     assert len(heads.groups_of(short, q[:1], k[:1], k[:1])) == 1
     odd = k[..., :3].bfloat16()  # a head of 6 bytes
     assert len(heads.groups_of(spec, q, odd, odd)) == 1

@@ -106,7 +106,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(one_launch, "LEAST_BYTES", 0)
     for cached in (one_launch.groups_of, one_launch._forward_of):
         cached.cache_clear()
-    for name in ("check", "choose"):
+    for name in ("sharded_call", "choose"):
         counted(attention_module_of(), name)
     counted(one_launch, "PreparedLaunch")
     counted(heads, "rows_to_heads")
@@ -189,14 +189,14 @@ def test_another_group_time_out_and_stream(gpu):
     counts.clear()
     arena.limit += 1
     td.attention(*given, **asked)
-    assert counts["PreparedLaunch"] == 1 and not counts["check"]
+    assert counts["PreparedLaunch"] == 1 and not counts["sharded_call"]
     arena.raw = 6
     td.attention(*given, **asked)
     assert counts["current_stream"] == 1 and counts["PreparedLaunch"] == 1
     arenas._arenas["two ranks", CPU] = other = DeviceArena.__new__(DeviceArena)
     other.__dict__.update(arena.__dict__)
     td.attention(*given, **asked)
-    assert counts["check"] == 1 and counts["PreparedLaunch"] == 2
+    assert counts["sharded_call"] == 1 and counts["PreparedLaunch"] == 2
 
 
 def test_few_calls_are_kept(gpu, monkeypatch):
@@ -206,7 +206,7 @@ def test_few_calls_are_kept(gpu, monkeypatch):
     given = inputs()
     for window in (3, 5, 7, 3, 3):
         td.attention(*given, layout=gpu, window=(window, 0), method="stream")
-    assert counts["check"] == 4 and len(known_calls._kept) == 2
+    assert counts["sharded_call"] == 4 and len(known_calls._kept) == 2
 
 
 def test_marks_are_waited_for_once(gpu):

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.call_specs import launch_runs, spec_of
+from helpers.call_specs import call_of, launch_runs
 from helpers.device_arena import CPU, device_arena
 from helpers.processes import run
 from helpers.tiers import sample, sample_rows
@@ -18,7 +18,6 @@ from gluon_emulator.hopper.arrivals import Arrivals
 from gluon_emulator.hopper.machine import Deadlock, HopperError
 from tilewise.distributed.layouts.work import Band
 from tilewise.distributed.methods import one_launch
-from tilewise.distributed.methods.call_spec import check
 from tilewise.distributed.transport import arena as arenas
 from tilewise.distributed.transport import device_barrier
 from tilewise.kernels.common.device_words import ARRIVED, FAILED, LATE, WORDS
@@ -104,9 +103,8 @@ def grouped(x, groups):
 def launched(case, layout, groups, seed, arena=None, deliver=lambda pieces: pieces):
     """The launch on one rank, of keys that are not there but for its own."""
     arena = Here() if arena is None else arena
-    spec = spec_of(layout, **case.options)
     q, *local = (layout.shard(x) for x in (case.q, case.k, case.v))
-    spec = check(spec, q, *local)
+    spec = call_of(layout, q, *local, **case.options)
     whole = [grouped(x, groups) for x in (case.k, case.v)]
     found = [torch.zeros_like(x) for x in whole]
     for start, stop in layout.runs[layout.rank]:
@@ -311,7 +309,7 @@ def both(rank):
         assert arena.words[ARRIVED] == arena.pieces and (arena.pieces or layout is not zigzag)
         assert torch.equal(found[0], layout.shard(out))
         assert torch.equal(found[1], layout.shard(lse, 2))
-        spec = spec_of(layout, **case.options)
+        spec = call_of(layout, *map(layout.shard, (case.q, case.k, case.v)), **case.options)
         pulled = sum(stop - start for *_, start, stop in one_launch.remote_pulls(layout, spec.band))
         row = case.k[0, 0].numel() * 2 * case.k.itemsize
         assert arena.pulled - before == pulled * row

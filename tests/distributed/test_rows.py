@@ -5,13 +5,12 @@ import weakref
 
 import pytest
 import torch
-from helpers.call_specs import spec_of
+from helpers.call_specs import call_of
 from helpers.parts import Parts
 
 import tilewise
 import tilewise.distributed as td
 from tilewise.distributed.methods import rows
-from tilewise.distributed.methods.call_spec import check
 from tilewise.distributed.transport.halves import Arena
 from tilewise.distributed.transport.memory import Files
 from tilewise.problem import Saved
@@ -35,7 +34,7 @@ def given(layout, **options):
     ]
     out, lse = torch.cat([x[0] for x in each], 1), torch.cat([x[1] for x in each], 2)
     local = [layout.shard(x) for x in (q, k, v, dout, out)]
-    spec = check(spec_of(layout, **options), *local[:3])
+    spec = call_of(layout, *local[:3], **options)
     saved = Saved(local[3], None, local[0], k, v, local[4], layout.shard(lse, 2))
     marks = (None,) * len(layout.spans)
     return spec, saved, rows.PulledKeys(k, v, Arena(Here(), Files()), marks=marks)

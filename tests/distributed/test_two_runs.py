@@ -5,7 +5,7 @@ pulled for each run. In the emulator, over the arena of GPUs without streams.
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.call_specs import spec_of
+from helpers.call_specs import call_of
 from helpers.device_arena import CPU, device_arena
 from helpers.processes import run
 from helpers.tiers import sample
@@ -14,7 +14,6 @@ import tilewise
 import tilewise.distributed as td
 from tilewise.distributed.layouts.work import Band
 from tilewise.distributed.methods import packed_runs, rows
-from tilewise.distributed.methods.call_spec import check
 from tilewise.distributed.transport import arena as arenas
 from tilewise.testing import use_emulator
 
@@ -109,10 +108,10 @@ def test_which_backwards_are_packed(layout, options, packs):
     tensors, _, _ = given()
     q, k, v = (layout.shard(x) for x in tensors)
     with use_emulator():
-        spec = check(spec_of(layout, **options), q, k, v)
+        spec = call_of(layout, q, k, v, **options)
         packing = packed_runs.packing_for(spec, q, k, v)
     assert (packing is not None) == packs
-    spec = check(spec_of(layout, **options), q, k, v)
+    spec = call_of(layout, q, k, v, **options)
     assert packed_runs.packing_for(spec, q, k, v) is None  # on a CPU
 
 

@@ -1,15 +1,31 @@
 """Calls on shards, from the arguments of `tilewise.distributed.attention`."""
 
+from tilewise.distributed.api.arguments import index_sizes, sharded_call
 from tilewise.distributed.methods import one_launch
-from tilewise.distributed.methods.call_spec import CallSpec
+from tilewise.frontend.scalars import band
 from tilewise.kernels.common.operand import operands_of
-from tilewise.problem import Extras
+from tilewise.mods.flatten import modifiers_of
+from tilewise.problem import Extras, Scalars
 
 
-def spec_of(layout, alibi_slopes=None, sinks=None, dropout_rng=None, **options):
-    """The call before it is checked."""
-    extras = Extras(alibi_slopes, sinks, dropout_rng=dropout_rng)
-    return CallSpec(layout, extras=extras, **options)
+def call_of(layout, q, k, v, causal=False, window=None, mask_mod=None, score_mod=None, **options):
+    """The checked call of a rank's q, k and v."""
+    left, right = band(window, causal is not False)
+    numbers = {name: options.pop(name, None) for name in ("scale", "softcap")}
+    numbers["dropout_p"] = options.pop("dropout_p", 0.0)
+    flags = dict(deterministic=False, backend=None, bitwise=True)
+    flags |= {name: options.pop(name) for name in flags if name in options}
+    return sharded_call(
+        layout,
+        q,
+        k,
+        v,
+        causal=causal,
+        scalars=Scalars(left=left, right=right, **numbers),
+        extras=Extras(**options),
+        modifiers=modifiers_of(mask_mod, score_mod, None, index_sizes(layout, q)),
+        **flags,
+    )
 
 
 def launch_runs(arena, spec, q, k, v, *, pulled, **beside):

@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from helpers.call_specs import launch_runs, spec_of
+from helpers.call_specs import call_of, launch_runs
 
 import tilewise
 import tilewise.distributed as td
 from ptx import executing
 from tilewise.distributed.methods import one_launch
-from tilewise.distributed.methods.call_spec import check
 from tilewise.kernels.common.device_words import ARRIVED, FAILED, LATE, WORDS
 from tilewise.testing import use_emulator
 from tilewise.testing.tolerance import assert_within
@@ -36,7 +35,7 @@ def launched(arena, headdim, groups, seed, patch, **options):
     q, k, v = (torch.randn(1, SEQLEN, n, headdim, generator=draw).to(BF16) for n in (4, 2, 2))
     layout = td.zigzag(SEQLEN, 2).at(1)
     mine, *local = (layout.shard(x) for x in (q, k, v))
-    spec = check(spec_of(layout, **options), mine, *local)
+    spec = call_of(layout, mine, *local, **options)
     found = [
         x.transpose(0, 1).unflatten(2, (groups, -1)).movedim(2, 0).contiguous() for x in (k, v)
     ]

@@ -7,12 +7,12 @@ only by a commit that says what it adds and why; the others never.
 import pytest
 from helpers.counters import count
 
-AT_LEAST = {"arguments by keyword, percent": 18.0}
+AT_LEAST = {"arguments by keyword, percent": 18.1}
 AT_MOST = {
     # Sizes
-    "lines": 50_433,
-    "files that name softcap": 37,
-    "files that name sinks": 43,
+    "lines": 50_430,
+    "files that name softcap": 36,
+    "files that name sinks": 37,
     "files attention() imports": 39,
     "lines attention() imports": 5_410,
     # One record, one dispatcher, one file of checks, one way to launch
@@ -22,9 +22,9 @@ AT_MOST = {
     "records built at one place, device": 57,
     "launching classes": 3,
     "dispatchers": 1,
-    "check files": 6,
+    "check files": 5,
     # Plain English
-    "calls with *x per 1,000 lines": 3.20,
+    "calls with *x per 1,000 lines": 2.54,
     "calls with a tuple's *": 0,
     "vague locals": 32,
     "docstrings without a subject": 0,

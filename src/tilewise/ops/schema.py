@@ -58,15 +58,15 @@ def operator(
     backward: Callable | None = None,
     setup_context: Callable | None = None,
     vmap: Callable | None = None,
+    tags: tuple[torch.Tag, ...] = (),
 ) -> None:
     """Defines an operator. What computes it, and what gives its outputs' shapes, take its arguments
     as one tuple; arguments by keyword alone stay so.
     """
-    LIBRARY.define(name + schema)
+    LIBRARY.define(name + schema, tags=tags)
     full_name = f"{LIBRARY.ns}::{name}"
     LIBRARY.impl(name, lambda *args, **named: kernel(args, **named), "CompositeExplicitAutograd")
-    register_fake = torch.library.register_fake
-    register_fake(full_name, lambda *args, **named: fake(args, **named), lib=LIBRARY)
+    torch.library.register_fake(full_name, lambda *args, **named: fake(args, **named), lib=LIBRARY)
     if backward is not None:
         register = torch.library.register_autograd
         register(full_name, backward, setup_context=setup_context, lib=LIBRARY)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -9,19 +10,21 @@ import torch
 
 from ...errors import ArgumentError, a_type
 from ...features import FEATURES, refuse
-from ...frontend.qkv import check_tensor
-from ...frontend.scalars import Window, check_flag
+from ...frontend.qkv import check_rank, check_tensor
+from ...frontend.scalars import Window, band, check_causal, check_flag
 from ...frontend.scalars import check_layout as check_order
 from ...keywords import refuses_others, unexpected
+from ...mods.flatten import modifiers_of
 from ...ops import attention as ops
 from ...ops.autocast import is_any_autocast_on
 from ...ops.calls import resolved
 from ...ops.context_parallel import unsharded
-from ...problem import Extras
+from ...problem import Extras, Scalars
+from ...tile.dropout_numbers import check_dropout
 from ..layouts.layout import Layout
-from ..methods.call_spec import CallSpec, check
 from ..transport.arena import reporting
 from . import dtensor, known_calls, operator
+from .arguments import index_sizes, sharded_call
 from .choice import arena_for, attend, choose
 
 Tensor = torch.Tensor
@@ -95,7 +98,7 @@ def attention(
         RankMismatch: the ranks do not make the same call.
         RankLost: a rank does not make the call within the group's timeout.
     """
-    with reporting(layout, q, k, v):
+    with reporting(layout, (q, k, v)):
         entry = None
         has_functions = not (mask_mod is score_mod is dropout_rng is None)
         if not has_functions and _is_plain(dropout_p, return_lse, others=others):
@@ -104,13 +107,12 @@ def attention(
             entry = known_calls.entry_of_call(layout, tensors, settings=settings, window=window)
         if entry is not None and entry.call is not None:
             arena = arena_for(layout, q.device)
-            known_call = known_calls.known_call(entry, layout, arena=arena)
-            if known_call is not None:
-                is_packed, spec = q.dim() == 3, known_call.spec
+            spec = known_calls.known_call(entry, layout, arena=arena)
+            if spec is not None and spec.prepared is not None:
+                is_packed, chosen = q.dim() == 3, spec.prepared.method
                 q, k, v = _ordered(q, k, v, order=order, is_packed=is_packed)
                 if not (alibi_slopes is None and sinks is None):
                     spec = spec._replace(extras=Extras(alibi_slopes, sinks))
-                chosen = known_call.method
                 with unsharded():
                     out, lse = attend(arena, spec, q, k, v, method=chosen, return_lse=return_lse)
                 return _restored(out, lse if return_lse else None, order=order, is_packed=is_packed)
@@ -130,31 +132,29 @@ def attention(
         if not is_traced:  # in an operator, torch resolves them
             q, k, v = resolved((q, k, v))
             alibi_slopes, sinks, dropout_rng = resolved((alibi_slopes, sinks, dropout_rng))
-        spec = CallSpec(
-            layout,
-            causal,
-            scale=scale,
-            window=window,
-            softcap=softcap,
-            extras=Extras(alibi_slopes, sinks, dropout_rng=dropout_rng),
-            mask_mod=mask_mod,
-            score_mod=score_mod,
-            dropout_p=dropout_p,
-            deterministic=deterministic,
-            backend=backend,
-            bitwise=bitwise,
-        )
-        if is_traced:
+        with contextlib.nullcontext() if is_traced else unsharded():
             _refuse(others)
             q, k, v = _ordered(q, k, v, order=order, is_packed=is_packed)
-            out, lse = operator.attention(spec, q, k, v, method=method)
-        else:
-            arena = arena_for(layout, q.device)
-            with unsharded():
-                _refuse(others)
-                q, k, v = _ordered(q, k, v, order=order, is_packed=is_packed)
+            check_rank(q, k, v=v)
+            check_causal(causal)
+            left, right = band(window, causal is not False)
+            numbers: Any = dict(scale=scale, softcap=softcap, dropout_p=check_dropout(dropout_p))
+            sizes = (q.shape[0], q.shape[2], 0, 0) if is_traced else index_sizes(layout, q)
+            arguments: Any = dict(
+                causal=causal,
+                scalars=Scalars(left=left, right=right, **numbers),
+                extras=Extras(alibi_slopes, sinks, dropout_rng=dropout_rng),
+                modifiers=modifiers_of(mask_mod, score_mod, None, sizes),
+                deterministic=deterministic,
+                backend=backend,
+                bitwise=bitwise,
+            )
+            if is_traced:
+                out, lse = operator.attention(layout, q, k, v=v, method=method, **arguments)
+            else:
+                arena = arena_for(layout, q.device)
                 return_lse = check_flag("return_lse", return_lse)
-                spec = check(spec, q, k, v)
+                spec = sharded_call(layout, q, k, v=v, **arguments)
                 chosen = choose(spec, q, k, v, method=method)
                 spec = known_calls.keep(entry, spec, arena=arena, method=chosen)
                 out, lse = attend(arena, spec, q, k, v, method=chosen, return_lse=return_lse)

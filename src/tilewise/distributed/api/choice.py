@@ -5,13 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from ...errors import ArgumentError
-from ...problem import Grads, Saved
+from ...ops.calls import eager_apply, resolved
+from ...problem import INPUTS, Grads, Saved
 from ..layouts.layout import Layout
 from ..methods import heads, ring, stream, whole
-from ..methods.call_spec import CallSpec
-from ..transport.arena import Arena, arena_of
+from ..methods.grads import LEARNED
+from ..methods.shard_call import ShardCall
+from ..transport.arena import Arena, arena_of, reporting
 from .plan import plan
 
 Tensor = torch.Tensor
@@ -24,25 +27,54 @@ def arena_for(layout: Layout, device: torch.device) -> Arena | None:
     return None if layout.ranks == 1 else arena_of(layout.group, device)
 
 
+class _Attention(torch.autograd.Function):
+    """Attention of a rank's rows by a method whose backward takes what the forward was given."""
+
+    @staticmethod
+    def forward(ctx: Any, module: Any, arena: Arena, spec: ShardCall, q, k, v, learned):
+        out, lse = module.forward(arena, spec, q, k, v)
+        ctx.module, ctx.arena, ctx.spec = module, arena, spec
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout, dlse):  # pyright: ignore[reportIncompatibleMethodOverride]
+        with reporting(ctx.spec.layout):
+            dout, dlse = resolved((dout, dlse))
+            q, k, v, out, lse = ctx.saved_tensors
+            saved = Saved(dout, dlse, q=q, k=k, v=v, out=out, lse=lse)
+            grads = ctx.module.backward(ctx.arena, ctx.spec, saved)
+        return None, None, None, *grads[: INPUTS + 1]
+
+
+_apply_eagerly = eager_apply(_Attention)
+
+
 def attend(
-    arena: Any, spec: CallSpec, q: Tensor, k: Tensor, v: Tensor, *, method: str, return_lse: bool
+    arena: Any, spec: ShardCall, q: Tensor, k: Tensor, v: Tensor, *, method: str, return_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Computes `out` and, on request, `lse` of a rank's rows, by a method that was chosen."""
     if arena is None:
         return whole.alone(spec, q, k, v)
     if method == "heads":
         return heads.attend(arena, spec, q, k, v, return_lse=return_lse)
-    return METHODS[method].attend(arena, spec, q, k, v)
+    module = stream if method == "stream" else ring
+    if spec.prepared is not None and not spec.learns:
+        return module.forward(arena, spec, q, k, v)
+    apply = _Attention.apply if spec.prepared is None else _apply_eagerly
+    return apply(module, arena, spec, q, k, v, getattr(spec.extras, LEARNED))
 
 
-def backward(arena: Arena | None, spec: CallSpec, saved: Saved, *, method: str) -> Grads:
+def backward(arena: Arena | None, spec: ShardCall, saved: Saved, *, method: str) -> Grads:
     """Computes the gradients of `attend`, of its inputs and outputs."""
     if arena is None:
         return whole.alone_backward(spec, saved)
     return METHODS[method].backward(arena, spec, saved)
 
 
-def choose(spec: CallSpec, q: Tensor, k: Tensor, v: Tensor, *, method: str | None) -> str:
+def choose(spec: ShardCall, q: Tensor, k: Tensor, v: Tensor, *, method: str | None) -> str:
     """Returns the method of a call, or raises NotImplementedError with those that support it."""
     if method is not None and method not in METHODS:
         raise ArgumentError(
@@ -68,8 +100,8 @@ def choose(spec: CallSpec, q: Tensor, k: Tensor, v: Tensor, *, method: str | Non
         headdim=q.shape[3],
         headdim_v=v.shape[3],
         batch=q.shape[0],
-        causal=spec.causal is not False,
-        window=tuple(spec.band),
+        causal=False,  # the band says it
+        window=(spec.band.left, spec.band.right),
         itemsize=q.itemsize,
         learns=spec.learns,
     )

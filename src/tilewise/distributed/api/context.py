@@ -62,4 +62,4 @@ class Attention:
 
     def reporting(self, *tensors: Any) -> contextlib.AbstractContextManager[Any]:
         """Leaves an error inside for the other ranks, which would wait for this one."""
-        return reporting(self.layout, *tensors)
+        return reporting(self.layout, tensors)

@@ -6,16 +6,19 @@ as texts. What the call checks and chooses it does as it runs, on real tensors.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.distributed import distributed_c10d
 
 from ...features import OPERATORS, SHARDED_TYPES, schema_of
 from ...frontend.qkv import check_rank, check_tensors
 from ...frontend.scalars import band, check_causal, check_flag
 from ...mods.expressions import lookup
-from ...mods.flat import count_tensors
+from ...mods.flat import FlatMods, count_tensors
 from ...mods.flatten import modifiers_of
 from ...mods.masks import Mask
 from ...mods.scores import ScoreMod
@@ -23,28 +26,23 @@ from ...mods.serialize import MASK, SCORE_FUNCTION, deserialize, serialize
 from ...ops import attention as ops
 from ...ops.calls import PLAIN_TENSORS
 from ...ops.context_parallel import unsharded
-from ...ops.schema import LIBRARY, SAVED, no_double_backward, record_of
-from ...problem import Extras, Saved
-from ...tile.dropout_numbers import check_dropout, draw_rng
-from ..layouts.layout import Layout, layout_of
-from ..methods.call_spec import CallSpec, check, check_captured
+from ...ops.schema import SAVED, SAVED_TENSORS, no_double_backward, record_of
+from ...ops.schema import operator as define
+from ...problem import INPUTS, Extras, Saved, Scalars
+from ...tile.dropout_numbers import draw_rng
+from ..layouts.layout import Layout
+from ..methods.grads import LEARNED
+from ..methods.shard_call import ShardCall
 from ..transport.arena import Arena, reporting
+from .arguments import index_sizes, refuse_captured_gradients, sharded_call
 from .choice import arena_for, attend, backward, choose
 
 Tensor = torch.Tensor
-INPUTS = 3  # q, k, v
-LAYOUT = 2 * INPUTS + 1  # the place of the layout, after the optional tensors
-
-
+FIRST = 2 + INPUTS  # of what is saved: out and lse, q, k and v
+GRADS = INPUTS + 1  # q's, k's, v's, and that of the learned tensor
 # Of the operators, after q, k and v: those of a call as scalars, masks and score functions as texts
 NAMES = OPERATORS["context_parallel"]
-CALL = schema_of(NAMES, **SHARDED_TYPES)
-QKV = "Tensor q, Tensor k, Tensor v"
-# Inductor leaves such operators out of the CUDA graphs that it captures (`refuse_capture`)
-TAGS = (torch.Tag.cudagraph_unsafe,)
-LIBRARY.define(f"context_parallel_forward({QKV}, {CALL}) -> (Tensor, Tensor)", tags=TAGS)
-GRADS = "(Tensor, Tensor, Tensor, Tensor)"
-LIBRARY.define(f"context_parallel_backward({SAVED}, {CALL}) -> {GRADS}", tags=TAGS)
+LAYOUT = INPUTS + NAMES.index("layout")  # its place, after the optional tensors
 
 
 def is_traced(*inputs: Tensor) -> bool:
@@ -53,39 +51,52 @@ def is_traced(*inputs: Tensor) -> bool:
 
 
 def attention(
-    spec: CallSpec, q: Tensor, k: Tensor, v: Tensor, *, method: str | None
+    layout: Layout,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scalars: Scalars,
+    extras: Extras,
+    modifiers: FlatMods,
+    causal: bool | str,
+    **flags: Any,
 ) -> tuple[Tensor, Tensor]:
     """Calls the operator: `out` and `lse` of a rank's rows, (batch, tokens, heads, headdim)."""
-    extras = spec.extras
-    modifiers = modifiers_of(spec.mask_mod, spec.score_mod, None, (q.shape[0], q.shape[2], 0, 0))
-    check_captured(modifiers)
-    dropout_p, rng = check_dropout(spec.dropout_p), extras.dropout_rng
-    if dropout_p and rng is None and spec.layout.ranks == 1:
-        rng = draw_rng(q.device)
-    left, right = band(spec.window, False)
-    values = spec._asdict() | extras._asdict()
+    refuse_captured_gradients(modifiers)
+    if scalars.dropout_p and extras.dropout_rng is None and layout.ranks == 1:
+        extras = extras._replace(dropout_rng=draw_rng(q.device))
+    values = flags | scalars._asdict() | extras._asdict()
+    values |= {name: check_flag(name, flags[name]) for name in ("deterministic", "bitwise")}
     values |= dict(
-        dropout_rng=rng,
         captured=list(modifiers.captured) or None,
-        layout=spec.layout.table,
-        causal="" if spec.causal is False else check_causal(spec.causal),
-        left=left,
-        right=right,
-        dropout_p=float(dropout_p),
+        layout=layout.table,
+        causal="" if causal is False else check_causal(causal),
         mask_mod=serialize(modifiers.mods.mask),
         score_mod=serialize(modifiers.mods.score),
-        deterministic=check_flag("deterministic", spec.deterministic),
-        method=method,
-        bitwise=check_flag("bitwise", spec.bitwise),
-        needs_grad=ops.needs_grad(q, k, v, extras.sinks),
+        needs_grad=ops.needs_grad(q, k, v, values[LEARNED]),
     )
-    return torch.ops.tilewise.context_parallel_forward(q, k, v, *[values[x] for x in NAMES])
+    arguments = {name: values[name] for name in NAMES}
+    return torch.ops.tilewise.context_parallel_forward(q, k, v, **arguments)
 
 
-def _spec_of(layout: Layout, call: tuple) -> tuple[CallSpec, str | None]:
-    """Reads the call, and the name of a method, from an operator's arguments after q, k and v."""
+@contextlib.contextmanager
+def _running(
+    q: Tensor, k: Tensor, v: Tensor, call: Sequence[Any]
+) -> Iterator[tuple[Arena | None, ShardCall, str]]:
+    """Inside, a call runs on its arena by the method that is chosen."""
     values: dict[str, Any] = dict(zip(NAMES, call))
-    captured = tuple(values.pop("captured") or ())
+    layout = _layout_of_table(values["layout"])
+    with reporting(layout), unsharded(), torch.no_grad():
+        arena, spec = arena_for(layout, q.device), _spec_of(layout, q, k, v=v, values=values)
+        yield arena, spec, choose(spec, q, k, v, method=values["method"])
+
+
+def _spec_of(
+    layout: Layout, q: Tensor, k: Tensor, v: Tensor, *, values: dict[str, Any]
+) -> ShardCall:
+    """Reads and checks the call of an operator's arguments after q, k and v."""
+    captured, causal = tuple(values.pop("captured") or ()), values["causal"] or False
     mask = score = None
     if values["mask_mod"]:
         name = deserialize(values["mask_mod"], MASK)
@@ -93,48 +104,74 @@ def _spec_of(layout: Layout, call: tuple) -> tuple[CallSpec, str | None]:
         captured = captured[count_tensors(name) :]
     if values["score_mod"]:
         score = ScoreMod(lookup(deserialize(values["score_mod"], SCORE_FUNCTION)), captured)
-    extras, window = record_of(Extras, values), (values["left"], values["right"])
-    values |= dict(layout=layout, causal=values["causal"] or False, window=window, extras=extras)
-    values |= dict(mask_mod=mask, score_mod=score, learns=values["needs_grad"])
-    return record_of(CallSpec, values), values["method"]
+    left, right = band((values["left"], values["right"]), causal is not False)
+    check_rank(q, k, v=v)
+    return sharded_call(
+        layout,
+        q,
+        k,
+        v=v,
+        causal=causal,
+        scalars=record_of(Scalars, values | dict(left=left, right=right)),
+        extras=record_of(Extras, values),
+        modifiers=modifiers_of(mask, score, None, index_sizes(layout, q)),
+        deterministic=values["deterministic"],
+        backend=values["backend"],
+        bitwise=values["bitwise"],
+        learns=values["needs_grad"],
+    )
 
 
-@contextlib.contextmanager
-def _running(q: Tensor, call: tuple) -> Iterator[tuple[Arena | None, CallSpec, str | None]]:
-    layout = layout_of(call[LAYOUT - INPUTS])
-    with reporting(layout), unsharded(), torch.no_grad():
-        yield arena_for(layout, q.device), *_spec_of(layout, call)
+def _layout_of_table(table: Tensor) -> Layout:
+    """Reads a layout from its table."""
+    numbers = tuple(table.tolist())
+    names = numbers[5 + numbers[3] :][: numbers[0]]
+    name = bytes(names).decode().partition("\n")[2]
+    resolve: Any = getattr(distributed_c10d, "_resolve_process_group")  # noqa: B009
+    group = resolve(name) if name else None
+    return _layout_of(numbers, group)
 
 
-def _forward(q, k, v, *call):
-    with _running(q, call) as (arena, spec, wanted):
-        spec = check(spec, q, k, v)
-        method = choose(spec, q, k, v, method=wanted)
+@functools.lru_cache(maxsize=64)
+def _layout_of(numbers: tuple[int, ...], group: Any) -> Layout:
+    stream = iter(numbers)
+    n_letters, seqlen, rank, ranks, n_starts = itertools.islice(stream, 5)
+    lengths = tuple(itertools.islice(stream, ranks))
+    kind = bytes(itertools.islice(stream, n_letters)).decode().partition("\n")[0]
+    starts = tuple(itertools.islice(stream, n_starts)) or None
+    runs = tuple(tuple((next(stream), next(stream)) for _ in range(n)) for n in lengths)
+    return Layout(kind, seqlen, runs=runs, rank=rank, cu_seqlens=starts, group=group)
+
+
+def _forward(arguments: tuple) -> tuple[Tensor, ...]:
+    q, k, v, *call = arguments
+    with _running(q, k, v, call) as (arena, spec, method):
         results = attend(arena, spec, q, k, v, method=method, return_lse=True)
     return tuple(x.contiguous() for x in results if x is not None)
 
 
-def _backward(dout, dlse, q, k, v, out, lse, *call):
-    with _running(q, call) as (arena, spec, wanted):
-        spec = check(spec, q, k, v)
-        method = choose(spec, q, k, v, method=wanted)
-        saved = Saved(dout, dlse, q=q, k=k, v=v, out=out, lse=lse)
+def _backward(arguments: tuple) -> tuple[Tensor, ...]:
+    saved, call = Saved._make(arguments[:SAVED_TENSORS]), arguments[SAVED_TENSORS:]
+    with _running(saved.q, saved.k, saved.v, call) as (arena, spec, method):
         grads = backward(arena, spec, saved, method=method)
-    dsinks = q.new_empty(0) if grads.dsinks is None else grads.dsinks
-    return *(x.contiguous() for x in grads[:INPUTS]), dsinks
+    absent = saved.q.new_empty(0)
+    return tuple(absent if x is None else x.contiguous() for x in grads[:GRADS])
 
 
-def _forward_fake(q, k, v, *call):
+def _forward_fake(arguments: tuple) -> tuple[Tensor, Tensor]:
+    q, k, v = arguments[:INPUTS]
     check_rank(q, k, v=v)
     check_tensors(q, k, v=v)
     exact = torch.promote_types(q.dtype, torch.float32)
-    lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=exact)
-    return q.new_empty(*q.shape[:3], v.shape[3]), lse
+    lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=exact)
+    return q.new_empty((*q.shape[:3], v.shape[3])), lse
 
 
-def _backward_fake(dout, dlse, q, k, v, out, lse, alibi_slopes, sinks, *call):
-    dsinks = q.new_empty(0) if sinks is None else torch.empty_like(sinks)
-    return *(x.new_empty(x.shape) for x in (q, k, v)), dsinks
+def _backward_fake(arguments: tuple) -> tuple[Tensor, ...]:
+    saved = Saved._make(arguments[:SAVED_TENSORS])
+    learned = arguments[SAVED_TENSORS + NAMES.index(LEARNED)]
+    grads = [x.new_empty(x.shape) for x in (saved.q, saved.k, saved.v)]
+    return *grads, saved.q.new_empty(0) if learned is None else torch.empty_like(learned)
 
 
 def _setup_context(ctx, inputs, output):
@@ -145,25 +182,37 @@ def _setup_context(ctx, inputs, output):
 
 
 def _autograd(ctx, dout, dlse):
-    absent = (None,) * (LAYOUT + 1 + len(ctx.options))
+    grads: list[Any] = [None] * (LAYOUT + 1 + len(ctx.options))
     if dout is None and dlse is None:
-        return absent
-    out, lse, q, k, v, alibi_slopes, sinks, dropout_rng, table, *captured = ctx.saved_tensors
+        return tuple(grads)
+    (out, lse, q, k, v), tensors = ctx.saved_tensors[:FIRST], ctx.saved_tensors[FIRST:]
+    optional, (table, *captured) = tensors[: LAYOUT - 1 - INPUTS], tensors[LAYOUT - 1 - INPUTS :]
     dout = torch.zeros_like(out) if dout is None else dout
-    call = alibi_slopes, sinks, dropout_rng, captured or None, table, *ctx.options
-    saved = dout, dlse, q, k, v, out, lse
-    dq, dk, dv, dsinks = torch.ops.tilewise.context_parallel_backward(*saved, *call)
-    dsinks = None if sinks is None else dsinks
-    return dq, dk, dv, None, dsinks, *absent[INPUTS + 2 :]
+    call = dict(zip(NAMES, (*optional, captured or None, table, *ctx.options)))
+    backward = torch.ops.tilewise.context_parallel_backward
+    *grads[:INPUTS], dlearned = backward(dout, dlse, q, k, v, out, lse, **call)
+    if call[LEARNED] is not None:
+        grads[INPUTS + NAMES.index(LEARNED)] = dlearned
+    return tuple(grads)
 
 
-LIBRARY.impl("context_parallel_forward", _forward, "CompositeExplicitAutograd")
-LIBRARY.impl("context_parallel_backward", _backward, "CompositeExplicitAutograd")
-torch.library.register_fake("tilewise::context_parallel_forward", _forward_fake, lib=LIBRARY)
-torch.library.register_fake("tilewise::context_parallel_backward", _backward_fake, lib=LIBRARY)
-torch.library.register_autograd(
-    "tilewise::context_parallel_forward", _autograd, setup_context=_setup_context, lib=LIBRARY
+CALL = schema_of(NAMES, **SHARDED_TYPES)
+# Inductor leaves such operators out of the CUDA graphs that it captures (`refuse_capture`)
+TAGS = (torch.Tag.cudagraph_unsafe,)
+define(
+    "context_parallel_forward",
+    f"(Tensor q, Tensor k, Tensor v, {CALL}) -> (Tensor, Tensor)",
+    kernel=_forward,
+    fake=_forward_fake,
+    backward=_autograd,
+    setup_context=_setup_context,
+    tags=TAGS,
 )
-torch.library.register_autograd(
-    "tilewise::context_parallel_backward", no_double_backward, lib=LIBRARY
+define(
+    "context_parallel_backward",
+    f"({SAVED}, {CALL}) -> (Tensor, Tensor, Tensor, Tensor)",
+    kernel=_backward,
+    fake=_backward_fake,
+    backward=no_double_backward,
+    tags=TAGS,
 )

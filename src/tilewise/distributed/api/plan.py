@@ -16,10 +16,10 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
-from ...frontend.scalars import Window, band
+from ...frontend.scalars import Window
 from ..layouts.layout import Layout
 from ..layouts.pulls import shared_rows
-from ..layouts.work import Band, keys_of
+from ..layouts.work import Band, band_of, keys_of
 
 FORWARD, BACKWARD = 650e9, 585e9  # FLOPs a millisecond
 BANDWIDTH = 365e6  # bytes a millisecond
@@ -91,7 +91,7 @@ def plan(
     Returns:
         A `Plan` with `method` and `costs`; `str` of it is the table.
     """
-    visible = Band(*band(window, causal))
+    visible = band_of(window, causal)
     headdim_v = headdim if headdim_v is None else headdim_v
     sizes = dict(
         q_size=batch * nheads * headdim,

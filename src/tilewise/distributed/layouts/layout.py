@@ -8,16 +8,15 @@ import bisect
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from ...errors import ArgumentError
-from ...frontend.scalars import Window, band
-from .work import Band, Run, Span, pairs
+from ...frontend.scalars import Window
+from .work import KeyRun, Run, Span, band_of, pairs
 
 Tensor = torch.Tensor
 IGNORED = -100  # the label that torch's cross entropy leaves out
@@ -49,11 +48,11 @@ class Layout:
 
     def __hash__(self) -> int:
         """Hashes runs, which may be thousands, once: calls are looked up by their layout."""
-        value: int | None = self.__dict__.get("_hash")
-        if value is None:
-            value = hash((self.kind, self.seqlen, self.runs, self.rank, self.cu_seqlens))
-            self.__dict__["_hash"] = value
-        return value
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.kind, self.seqlen, self.runs, self.rank, self.cu_seqlens))
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves the hash out: strings have other hashes in another process."""
@@ -68,6 +67,23 @@ class Layout:
     def counts(self) -> tuple[int, ...]:
         """The tokens of each rank."""
         return tuple(sum(stop - start for start, stop in runs) for runs in self.runs)
+
+    @cached_property
+    def placed(self) -> tuple[KeyRun, ...]:
+        """The runs of this rank, with the rows that they are here."""
+        runs = self.runs[self.rank]
+        rows = itertools.accumulate((stop - start for start, stop in runs), initial=0)
+        return tuple(KeyRun(row, a, stop=b) for row, (a, b) in zip(rows, runs))
+
+    @cached_property
+    def longest(self) -> int:
+        """The tokens of the longest document, or of the sequence."""
+        return max((b - a for a, b in itertools.pairwise(self.starts)), default=0)
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """Where documents, or the sequence, begin, and the end."""
+        return (0, self.seqlen) if self.cu_seqlens is None else self.cu_seqlens
 
     @property
     def tokens(self) -> int:
@@ -85,9 +101,8 @@ class Layout:
     @cached_property
     def spans(self) -> tuple[Span, ...]:
         """The runs of this rank, cut at the ends of documents."""
-        starts = (0, self.seqlen) if self.cu_seqlens is None else self.cu_seqlens
-        spans, row = [], 0
-        for start, end in self.runs[self.rank]:
+        starts, spans = self.starts, []
+        for row, start, end in self.placed:
             while start < end:
                 i = bisect.bisect_right(starts, start)
                 stop = min(end, starts[i])
@@ -97,7 +112,7 @@ class Layout:
 
     @cached_property
     def table(self) -> Tensor:
-        """The layout as int64 numbers, for operators and graphs. `layout_of` reads it."""
+        """The layout as int64 numbers, for the operators, which read it."""
         named = f"{self.kind}\n{'' if self.group is None else self.group.group_name}".encode()
         starts = () if self.cu_seqlens is None else self.cu_seqlens
         counts = len(named), self.seqlen, self.rank, self.ranks, len(starts), *map(len, self.runs)
@@ -167,12 +182,9 @@ class Layout:
         shape = list(parts[0].shape)
         shape[dim] = self.seqlen
         whole = parts[0].new_empty(shape)
-        for part, runs in zip(parts, self.runs):
-            row = 0
-            for start, stop in runs:
-                taken = part.narrow(dim, row, stop - start)
-                whole.narrow(dim, start, stop - start).copy_(taken)
-                row += stop - start
+        for rank, part in enumerate(parts):
+            for row, start, stop in self.at(rank).placed:
+                whole.narrow(dim, start, stop - start).copy_(part.narrow(dim, row, stop - start))
         return whole
 
     def shifted(self, labels: Tensor, dim: int | None = None, ignored: int = IGNORED) -> Tensor:
@@ -190,8 +202,7 @@ class Layout:
                 f"labels have shape {tuple(labels.shape)}, {labels.shape[dim]} in dimension {dim}: "
                 f"they must be those of all {self.seqlen} tokens, before they are dealt"
             )
-        starts = (0, self.seqlen) if self.cu_seqlens is None else self.cu_seqlens
-        last = [stop - 1 for start, stop in itertools.pairwise(starts) if start < stop]
+        last = [stop - 1 for start, stop in itertools.pairwise(self.starts) if start < stop]
         moved = labels.roll(-1, dim)
         return moved.index_fill(dim, torch.tensor(last, device=labels.device).long(), ignored)
 
@@ -202,7 +213,7 @@ class Layout:
         >>> td.contiguous(8, 2).work(causal=True), td.zigzag(8, 2).work(causal=True)
         ((10, 26), (18, 18))
         """
-        visible = Band(*band(window, causal))
+        visible = band_of(window, causal)
         return tuple(
             sum(pairs(span, visible) for span in self.at(rank).spans) for rank in range(self.ranks)
         )
@@ -245,7 +256,7 @@ class Layout:
             )
         dim = self._dim(x, dim)
         x = x.detach().movedim(dim, 0)
-        padded = x.new_zeros(max(self.counts), *x.shape[1:])
+        padded = x.new_zeros((max(self.counts), *x.shape[1:]))
         padded[: x.shape[0]] = x
         parts = [torch.empty_like(padded) for _ in range(self.ranks)]
         dist.all_gather(parts, padded, group=self.group)
@@ -256,27 +267,6 @@ def made(layout: Layout) -> Layout:
     """Computes a layout's table now, so that torch.compile does not trace how."""
     _ = layout.table
     return layout
-
-
-def layout_of(table: Tensor) -> Layout:
-    """Reads a layout from its table."""
-    numbers = tuple(table.tolist())
-    names = numbers[5 + numbers[3] :][: numbers[0]]
-    name = bytes(names).decode().partition("\n")[2]
-    resolve: Any = getattr(distributed_c10d, "_resolve_process_group")  # noqa: B009
-    group = resolve(name) if name else None
-    return _layout_of(numbers, group)
-
-
-@lru_cache(maxsize=64)
-def _layout_of(numbers: tuple[int, ...], group: Any) -> Layout:
-    stream = iter(numbers)
-    n_letters, seqlen, rank, ranks, n_starts = itertools.islice(stream, 5)
-    lengths = tuple(itertools.islice(stream, ranks))
-    kind = bytes(itertools.islice(stream, n_letters)).decode().partition("\n")[0]
-    starts = tuple(itertools.islice(stream, n_starts)) or None
-    runs = tuple(tuple((next(stream), next(stream)) for _ in range(n)) for n in lengths)
-    return Layout(kind, seqlen, runs=runs, rank=rank, cu_seqlens=starts, group=group)
 
 
 def check_starts(cu_seqlens: Sequence[int] | Tensor, seqlen: int | None = None) -> tuple[int, ...]:

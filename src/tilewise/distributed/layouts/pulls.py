@@ -23,13 +23,11 @@ def pulls_in_turn(layout: Layout, wanted: Sequence[Run]) -> Iterator[Pull]:
     """Yields runs of wanted positions: a rank's own, then those of the ranks before it."""
     for step in range(layout.ranks):  # no two ranks read the same one at a time
         rank = (layout.rank - step) % layout.ranks
-        row = 0
-        for start, stop in layout.runs[rank]:
+        for row, start, stop in layout.at(rank).placed:
             for first, last in wanted:
                 a, b = max(start, first), min(stop, last)
                 if a < b:
                     yield Pull(rank, row + a - start, start=a, stop=b)
-            row += stop - start
 
 
 @functools.lru_cache(maxsize=256)
@@ -69,8 +67,7 @@ def shared_rows(layout: Layout, band: Band) -> tuple[tuple[Run, ...], ...]:
 def rows_of(layout: Layout, keys: Sequence[Run]) -> list[Run]:
     """Returns the rows of this rank at these positions, runs that continue each other as one."""
     rows: list[Run] = []
-    row = 0
-    for start, stop in layout.runs[layout.rank]:
+    for row, start, stop in layout.placed:
         for first, last in keys:
             a, b = max(start, first), min(stop, last)
             if a < b:
@@ -78,7 +75,6 @@ def rows_of(layout: Layout, keys: Sequence[Run]) -> list[Run]:
                 if rows and rows[-1][1] == run[0]:
                     run = rows.pop()[0], run[1]
                 rows.append(run)
-        row += stop - start
     return rows
 
 

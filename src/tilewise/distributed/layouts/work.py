@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from ...frontend.scalars import Window, band
 from ...problem import OPEN
 
 Run = tuple[int, int]  # positions [start, stop)
@@ -28,11 +29,17 @@ class Span(NamedTuple):
 
 
 class KeyRun(NamedTuple):
-    """Keys [start, stop) of a sequence, which are those from row `row` on of packed keys."""
+    """Positions [start, stop) of a sequence, which are the rows from `row` on of packed ones."""
 
     row: int
     start: int
     stop: int
+
+
+def band_of(window: Window, causal: bool) -> Band:
+    """Returns the band of a window, closed to the right under a causal mask."""
+    left, right = band(window, causal)
+    return Band(left, right)
 
 
 def pairs(span: Span, band: Band) -> int:

@@ -10,28 +10,30 @@ the first pulls and the last are hidden by nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from ...ops.calls import eager_apply, resolved
-from ...problem import Grads, Saved
+from ...problem import INPUTS, Grads, Saved
 from ..transport.arena import reporting
 from ..transport.copies import Blocks, CopyList, Kind, are_aligned, in_rows, kind_of, places_of
 from ..transport.copy_lists import heads_to_rows, rows_to_heads
 from ..transport.exchange import publish_copies
 from ..transport.halves import Arena
 from . import whole
-from .call_spec import CallSpec
+from .grads import LEARNED, LearnedSum, QueryGrads
+from .shard_call import ShardCall
 
 Tensor = torch.Tensor
 LEAST_ROWS = 1 << 16  # of query heads in a group: 512 tiles of 128, four for each SM
 SAVED = 5  # tensors per group: q, k, v, out and lse
+GIVEN = 2  # gradients, of out and lse
 
 
-def supports(spec: CallSpec, nheads: int, nheads_k: int) -> str | None:
+def supports(spec: ShardCall, nheads: int, nheads_k: int) -> str | None:
     """Returns None, or why the heads cannot be dealt."""
     ranks = spec.layout.ranks
     if nheads_k % ranks:
@@ -42,19 +44,18 @@ def supports(spec: CallSpec, nheads: int, nheads_k: int) -> str | None:
 
 
 def attend(
-    arena: Arena, spec: CallSpec, q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool
+    arena: Arena, spec: ShardCall, q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Computes `out` of a rank's rows, and `lse` on request."""
-    if spec.prepared is None:
-        return _Heads.apply(arena, spec, return_lse, q, k, v, spec.extras.sinks)
-    if spec.learns:
-        return _apply_eagerly(arena, spec, return_lse, q, k, v, spec.extras.sinks)
-    out, lse, _, _ = _forward(arena, spec, q, k, v, return_lse=return_lse)
-    return out, lse
+    if spec.prepared is not None and not spec.learns:
+        out, lse, _, _ = _forward(arena, spec, q, k, v, return_lse=return_lse)
+        return out, lse
+    apply = _Heads.apply if spec.prepared is None else _apply_eagerly
+    return apply(arena, spec, return_lse, q, k, v, getattr(spec.extras, LEARNED))
 
 
 def _forward(
-    arena: Arena, spec: CallSpec, q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool
+    arena: Arena, spec: ShardCall, q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool
 ) -> tuple[Tensor, Tensor | None, list[Tensor], tuple[range, ...]]:
     """Computes `out` and `lse`, then q, k, v, `out` and `lse` of each group, and the groups."""
     plan = None if spec.prepared is None else spec.prepared.heads
@@ -66,7 +67,7 @@ def _forward(
         if spec.prepared is not None:
             spec.prepared.heads = plan
     incoming = IncomingHeads(arena, plan, tensors=tensors)
-    results = [q.new_empty(*q.shape[:3], v.shape[3])]
+    results = [q.new_empty(q.shape[:3] + v.shape[3:])]
     if return_lse:
         exact = torch.promote_types(q.dtype, torch.float32)
         results.append(q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=exact))
@@ -80,8 +81,8 @@ def _forward(
         saved += (queries, keys, values, out, lse)
         outgoing.send(number, [out, lse] if return_lse else [out])
     outgoing.finish()
-    all_lse = saved[SAVED - 1 :: SAVED] if spec.learns else ()
-    arena.settle(*results, *all_lse)  # with a NaN in lse gradients are NaN
+    all_lse = saved[SAVED - 1 :: SAVED] if spec.learns else []
+    arena.settle(results + all_lse)  # with a NaN in lse gradients are NaN
     return results[0], results[1] if return_lse else None, saved, plan.groups
 
 
@@ -89,7 +90,7 @@ class _Heads(torch.autograd.Function):
     """Attention of a rank's heads, in and out by rows. The backward reuses pulled heads."""
 
     @staticmethod
-    def forward(ctx: Any, arena: Arena, spec: CallSpec, return_lse: bool, q, k, v, sinks):
+    def forward(ctx: Any, arena: Arena, spec: ShardCall, return_lse: bool, q, k, v, learned):
         out, lse, saved, ctx.groups = _forward(arena, spec, q, k, v, return_lse=return_lse)
         ctx.arena, ctx.spec = arena, spec
         ctx.shapes = [x.shape for x in (q, k, v)]
@@ -102,73 +103,64 @@ class _Heads(torch.autograd.Function):
     def backward(ctx: Any, dout, dlse):  # pyright: ignore[reportIncompatibleMethodOverride]
         spec = ctx.spec
         with reporting(spec.layout):
-            saved, (dout, dlse) = ctx.saved_tensors, resolved((dout, dlse))
-            results = [x.new_empty(shape) for x, shape in zip(saved, ctx.shapes)]
-            present = [x is not None for x in (dout, dlse)]
-            signature = (
-                f"the backward of attention (heads): {spec.signature}, with gradients {present}"
-            )
+            results = [x.new_empty(shape) for x, shape in zip(ctx.saved_tensors, ctx.shapes)]
+            dout, dlse = resolved((dout, dlse))
             if dout is None:
                 dq, _, dv = results
-                dout = dq.new_zeros(*dq.shape[:3], dv.shape[3])
-            tensors = [in_rows(x) for x in (dout, dlse) if x is not None]
-            plan = HeadExchange(spec, signature, tensors=tensors, groups=ctx.groups)
-            incoming = IncomingHeads(ctx.arena, plan, tensors=tensors)
-
-            def saved_of_group(number: int) -> Saved:
-                dout, *dlses = incoming.arrive(number)
-                dlse = dlses[0] if dlses else None
-                return Saved(dout, dlse, *saved[SAVED * number :][:SAVED])
-
-            grads = _gradients(spec, results, incoming, saved_of_group=saved_of_group)
-            return None, None, None, grads.dq, grads.dk, grads.dv, grads.dsinks
+                dout = dq.new_zeros(dq.shape[:3] + dv.shape[3:])
+            grads = _gradients(
+                ctx.arena,
+                spec,
+                exchanged=[dout, dlse],
+                kept=ctx.saved_tensors,
+                results=results,
+                groups=ctx.groups,
+            )
+            return None, None, None, *grads[: INPUTS + 1]
 
 
 _apply_eagerly = eager_apply(_Heads)
 
 
-def backward(arena: Arena, spec: CallSpec, saved: Saved) -> Grads:
+def backward(arena: Arena, spec: ShardCall, saved: Saved) -> Grads:
     """Computes the gradients of `attend` from rows, whose heads are exchanged once more."""
-    tensors = [in_rows(x) for x in saved if x is not None]
-    plan = HeadExchange(
-        spec,
-        f"the backward of attention (heads): {spec.signature}",
-        tensors=tensors,
-        groups=groups_of(spec, saved.q, saved.k, saved.v),
-    )
-    incoming = IncomingHeads(arena, plan, tensors=tensors)
-
-    def saved_of_group(number: int) -> Saved:
-        dout, *arrived = incoming.arrive(number)
-        dlse = None if saved.dlse is None else arrived.pop(0)
-        return Saved(dout, dlse, *arrived)
-
     results = [x.new_empty(x.shape) for x in (saved.q, saved.k, saved.v)]
-    return _gradients(spec, results, incoming, saved_of_group=saved_of_group)
+    groups = groups_of(spec, saved.q, saved.k, saved.v)
+    return _gradients(arena, spec, exchanged=saved, kept=(), results=results, groups=groups)
 
 
 def _gradients(
-    spec: CallSpec,
-    results: list[Tensor],
-    incoming: IncomingHeads,
+    arena: Arena,
+    spec: ShardCall,
     *,
-    saved_of_group: Callable[[int], Saved],
+    exchanged: Sequence[Tensor | None],
+    kept: Sequence[Tensor],
+    results: list[Tensor],
+    groups: tuple[range, ...],
 ) -> Grads:
-    """Writes the gradients of this rank's rows into `results`, from each group's heads."""
-    dq, dk, dv = results
+    """Writes the gradients of this rank's rows into `results`: of all fields of Saved, whose heads
+    are `exchanged`, or of the first ones and those that a forward has `kept` of each group.
+    """
+    present = [x is not None for x in exchanged[:GIVEN]]
+    signature = f"the backward of attention (heads): {spec.signature}, with gradients {present}"
+    tensors = [in_rows(x) for x in exchanged if x is not None]
+    plan = HeadExchange(spec, signature, tensors=tensors, groups=groups)
+    incoming = IncomingHeads(arena, plan, tensors=tensors)
     outgoing = OutgoingRows(incoming, results, title="the results of")
-    sinks = spec.extras.sinks
-    dsinks = None if sinks is None else torch.zeros_like(sinks)
-    for number, group in enumerate(incoming.plan.groups):
+    dq, dk, dv = results
+    dlearned = LearnedSum(spec.extras)
+    for number, group in enumerate(groups):
         heads = query_heads(spec, dq, k=dk, group=group)
-        grads = whole.backward(spec.of_heads(heads), saved_of_group(number), rounds=True)
-        if dsinks is not None and grads.dsinks is not None:
-            dsinks[heads] = grads.dsinks.to(dsinks.dtype)
-        outgoing.send(number, grads[:3])
+        arrived = iter(incoming.arrive(number))
+        fields = [None if x is None else next(arrived) for x in exchanged]
+        saved = Saved._make((*fields, *kept[SAVED * number :][:SAVED]))
+        grads = whole.backward(spec.of_heads(heads), saved, rounds=True)
+        dlearned.add(grads, heads)
+        outgoing.send(number, grads[:INPUTS])
         del grads  # they must not be in memory with those of the next group
     outgoing.finish()
-    incoming.arena.settle(*results)
-    return Grads(dq, dk, dv=dv, dsinks=dsinks)
+    arena.settle(results)
+    return QueryGrads(dq, dlearned.total).with_keys(dk, dv, spec.extras)
 
 
 class HeadExchange:
@@ -178,7 +170,7 @@ class HeadExchange:
 
     def __init__(
         self,
-        spec: CallSpec,
+        spec: ShardCall,
         signature: str,
         *,
         tensors: Sequence[Tensor],
@@ -279,7 +271,7 @@ class OutgoingRows:
             self.arena.copy(copies.placed, [memory], targets=self.results)
 
 
-def groups_of(spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[range, ...]:
+def groups_of(spec: ShardCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[range, ...]:
     """Returns the groups of key heads: two halves, where each has work for all of a GPU."""
     nheads_k = k.shape[2] // spec.layout.ranks
     rows = q.shape[0] * spec.layout.seqlen * (q.shape[2] // k.shape[2])  # of a key head
@@ -291,7 +283,7 @@ def groups_of(spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[range, .
     return range(half), range(half, nheads_k)
 
 
-def query_heads(spec: CallSpec, q: Tensor, k: Tensor, *, group: range) -> slice:
+def query_heads(spec: ShardCall, q: Tensor, k: Tensor, *, group: range) -> slice:
     """Returns the query heads of a group of this rank's, among all."""
     ratio = q.shape[2] // k.shape[2]
     first = spec.layout.rank * (q.shape[2] // spec.layout.ranks) + group.start * ratio

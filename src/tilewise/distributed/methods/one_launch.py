@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...ops.calls import layout_key
-from ...problem import OPEN, Problem, Scalars, describe
+from ...problem import OPEN, Problem, Scalars
 from ..layouts.layout import Layout
 from ..layouts.pulls import Pull, pulls_in_turn, shared_rows
 from ..layouts.work import Band, keys_of
@@ -25,8 +25,8 @@ from ..transport.copy_lists import keys_to_queries
 from ..transport.exchange import publish_copies
 from ..transport.halves import Arena
 from . import rows
-from .call_spec import CallSpec
 from .pulled_keys import hidden_keys
+from .shard_call import ShardCall
 
 if TYPE_CHECKING:
     from ...kernels.common.program import Planned
@@ -40,7 +40,7 @@ LEAST_BYTES = 1 << 22  # of one, in the mean: it costs the host 25 us, and short
 class PreparedLaunch:
     """What the calls of a signature share. K and V of one width are pulled as one tensor."""
 
-    def __init__(self, arena: Any, spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> None:
+    def __init__(self, arena: Any, spec: ShardCall, q: Tensor, k: Tensor, v: Tensor) -> None:
         layout = spec.layout
         dense_k, dense_v = in_rows(k), in_rows(v)
         self.k_is_dense, self.v_is_dense = dense_k is k, dense_v is v
@@ -62,7 +62,7 @@ class PreparedLaunch:
         self.limit = arena.limit  # that the launch was made with
 
 
-def serves(arena: Arena, spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> bool:
+def serves(arena: Arena, spec: ShardCall, q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Tells whether a call is one launch: on Hopper, one sequence, no functions of positions."""
     if spec.prepared is not None and spec.prepared.stream is not None:
         return True
@@ -75,7 +75,7 @@ def serves(arena: Arena, spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> boo
     return runs_launch.serves(_problem(spec, q, k=k, v=v)[0])
 
 
-def attend(arena: Any, spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def attend(arena: Any, spec: ShardCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Computes `out` and `lse` of a rank's queries, settled."""
     plan = None if spec.prepared is None else spec.prepared.stream
     if plan is None or plan.limit != arena.limit:
@@ -93,13 +93,13 @@ def attend(arena: Any, spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple
     try:
         values = pulled[0][:, :, :, 1] if plan.is_joint else pulled[1]
         out, lse = plan.forward((q, pulled[0], values, *spec.extras[:2], arena.words))
-        arena.settle(out, lse)  # before the stream waits for copies that may never end
+        arena.settle([out, lse])  # before the stream waits for copies that may never end
         return out, lse
     finally:
         arena.arrive(last)
 
 
-def copies_of(spec: CallSpec, k: Tensor, v: Tensor, *, count: int) -> CopyList:
+def copies_of(spec: ShardCall, k: Tensor, v: Tensor, *, count: int) -> CopyList:
     """Lists the copies of keys and values in `count` groups of heads."""
     layout, heads = spec.layout, k.shape[2] // count
     return keys_to_queries(
@@ -116,7 +116,7 @@ def copies_of(spec: CallSpec, k: Tensor, v: Tensor, *, count: int) -> CopyList:
 
 
 def forward_of(
-    arena: Any, spec: CallSpec, q: Tensor, k: Tensor, v: Tensor, *, heads: int
+    arena: Any, spec: ShardCall, q: Tensor, k: Tensor, v: Tensor, *, heads: int
 ) -> Planned:
     """Returns the launch of a signature, with `heads` key heads per group."""
     problem, scalars = _problem(spec, q, k=k, v=v)
@@ -145,12 +145,9 @@ def _forward_of(
     return runs_launch.prepare(problem, scalars, walk=walk, limit=limit)
 
 
-def _problem(spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Problem, Scalars]:
-    extras, scalars, align = spec.position_free_extras, spec.scalars, "bottom_right"
-    problem = describe(
-        q, k, v, extras=extras, scalars=scalars, align=align, deterministic=spec.deterministic
-    )
-    return problem, scalars
+def _problem(spec: ShardCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Problem, Scalars]:
+    call = spec.on_rows(q, k, v, extras=spec.extras_per_head)
+    return call.problem, call.scalars
 
 
 @functools.lru_cache(maxsize=256)

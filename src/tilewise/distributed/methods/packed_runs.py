@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import functools
 import itertools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from ...problem import OPEN, Between, Extras, Grads, Saved
+from ...problem import OPEN, Between, Grads, Saved, Scalars
 from ..layouts.layout import Layout
 from ..layouts.pulls import Pull, pulls_in_turn
 from ..layouts.work import Band, KeyRun, Run
 from . import rows
-from .call_spec import CallSpec
-from .rows import AddKeyGrads, PulledKeys, QueryGrads, attend_run, gradients_of
+from .grads import QueryGrads
+from .rows import AddKeyGrads, PulledKeys, attend_run, gradients_of
 from .run_calls import run_call
+from .shard_call import ShardCall
 
 Tensor = torch.Tensor
 MOST_KEYS = 4  # copied of each of the sequence's, in the mean
@@ -37,7 +38,7 @@ class Packing(NamedTuple):
     copied: tuple[KeyRun, ...] | None
 
 
-def serves(spec: CallSpec, q: Tensor, *, few: int = FEW) -> bool:
+def serves(spec: ShardCall, q: Tensor, *, few: int = FEW) -> bool:
     """Tells whether runs are packed: many, with one band, and not too many copied keys."""
     band = spec.band
     is_open = band == Band() and spec.extras.alibi_slopes is None
@@ -46,12 +47,12 @@ def serves(spec: CallSpec, q: Tensor, *, few: int = FEW) -> bool:
     return packing_of(spec.layout, band).starts_k[-1] <= MOST_KEYS * spec.layout.seqlen
 
 
-def reads_between(spec: CallSpec, q: Tensor) -> bool:
+def reads_between(spec: ShardCall, q: Tensor) -> bool:
     """Tells whether calls on packed runs read keys that none of these sees, between theirs."""
     return serves(spec, q) and packing_of(spec.layout, spec.band).copied is None
 
 
-def packing_for(spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> Packing | None:
+def packing_for(spec: ShardCall, q: Tensor, k: Tensor, v: Tensor) -> Packing | None:
     """Returns the packing of a backward on Hopper of two runs that see the same keys, or None."""
     # A launch for each ends with idle SMs, and its parts would have to be added. Shared keys are
     # pulled twice; under zigzag all ranks then pull as many
@@ -102,8 +103,7 @@ def packing_of(layout: Layout, band: Band) -> Packing:
     >>> packing_of(layout, Band(50, 0))
     Packing(starts_q=(0, 200, 400, 600), starts_k=(0, 256, 640, 1200), used=(200, 344, 360), ...
     """
-    left, right = (None if limit == OPEN else limit for limit in band)
-    spec = CallSpec(layout, window=(left, right))
+    spec = ShardCall(layout, scalars=Scalars(1.0, left=band.left, right=band.right))
     keys = [run_call(spec, span).keys for span in layout.spans]
     sizes = [x.stop - x.start for x in keys]
     starts_q = [span.row for span in layout.spans] + [layout.tokens]
@@ -118,26 +118,12 @@ def packing_of(layout: Layout, band: Band) -> Packing:
 
 
 @functools.lru_cache(maxsize=256)
-def _lengths_on(packing: Packing, device: torch.device) -> Extras:
-    """Returns the lengths of packed sequences as a call takes them."""
-
-    def to_device(x: tuple[int, ...]) -> Tensor:
-        return torch.tensor(x, dtype=torch.int32, device=device)
-
-    return Extras(
-        seqused_k=None if packing.used is None else to_device(packing.used),
-        cu_seqlens_q=to_device(packing.starts_q),
-        cu_seqlens_k=to_device(packing.starts_k),
-    )
-
-
-def _extras(spec: CallSpec, packing: Packing, *, device: torch.device) -> Extras:
-    lengths = _lengths_on(packing, device)
-    return spec.position_free_extras._replace(
-        seqused_k=lengths.seqused_k,
-        cu_seqlens_q=lengths.cu_seqlens_q,
-        cu_seqlens_k=lengths.cu_seqlens_k,
-    )
+def _lengths_on(packing: Packing, device: torch.device) -> dict[str, Tensor]:
+    """Returns the lengths of packed sequences, as a call takes them, by name."""
+    lengths: dict[str, Any] = dict(cu_seqlens_q=packing.starts_q, cu_seqlens_k=packing.starts_k)
+    if packing.used is not None:
+        lengths["seqused_k"] = packing.used
+    return {name: torch.tensor(x, dtype=torch.int32, device=device) for name, x in lengths.items()}
 
 
 def _memory(packing: Packing, pulled: PulledKeys) -> list[Tensor]:
@@ -145,7 +131,7 @@ def _memory(packing: Packing, pulled: PulledKeys) -> list[Tensor]:
     whole = [pulled.k, pulled.v]
     if packing.copied is None or pulled.is_packed:
         return whole
-    return [x.new_empty(1, packing.starts_k[-1], *x.shape[2:]) for x in whole]
+    return [x.new_empty((1, packing.starts_k[-1], *x.shape[2:])) for x in whole]
 
 
 def _fill(packing: Packing, pulled: PulledKeys, *, memory: list[Tensor]) -> None:
@@ -156,22 +142,23 @@ def _fill(packing: Packing, pulled: PulledKeys, *, memory: list[Tensor]) -> None
             torch.cat([whole[:, run.start : run.stop] for run in packing.copied], 1, out=x)
 
 
-def attend(spec: CallSpec, q: Tensor, pulled: PulledKeys) -> tuple[Tensor, Tensor]:
+def attend(spec: ShardCall, q: Tensor, pulled: PulledKeys) -> tuple[Tensor, Tensor]:
     """Computes `out` and `lse` of a rank's queries, like `rows.attend`."""
     packing = packing_of(spec.layout, spec.band)
     k, v = memory = _memory(packing, pulled)
     _fill(packing, pulled, memory=memory)
-    extras = _extras(spec, packing, device=q.device)
+    extras = spec.extras_per_head._replace(**_lengths_on(packing, q.device))
     return attend_run(spec, q, k=k, v=v, band=spec.band, extras=extras)
 
 
 def gradients(
-    spec: CallSpec, saved: Saved, pulled: PulledKeys, *, add_key_grads: AddKeyGrads
+    spec: ShardCall, saved: Saved, pulled: PulledKeys, *, add_key_grads: AddKeyGrads
 ) -> QueryGrads:
     """Computes gradients of a rank's queries, like `rows.gradients`."""
     packing, lse = packing_of(spec.layout, spec.band), saved.lse
     k, v = memory = _memory(packing, pulled)
-    extras = _extras(spec.summing_in(lse.dtype), packing, device=k.device)
+    extras = spec.summing_in(lse.dtype).extras_per_head
+    extras = extras._replace(**_lengths_on(packing, k.device))
 
     def add(grads: Grads) -> None:
         add_key_grads(grads.dk, grads.dv, runs=packing.copied or ())

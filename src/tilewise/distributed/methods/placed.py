@@ -14,41 +14,45 @@ import torch
 from ...problem import Saved
 from ..layouts.layout import Layout
 from . import whole
-from .call_spec import CallSpec
-from .rows import AddKeyGrads, QueryGrads
+from .grads import QueryGrads
+from .rows import AddKeyGrads
 from .run_calls import map_saved
+from .shard_call import ShardCall
 
 Tensor = torch.Tensor
 
 
-def attend(spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def attend(spec: ShardCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Computes `out` and `lse` of a rank's queries; k and v are of the whole sequence."""
     # Of queries of 0 a row that sees one key has lse 0, for which the CPU's kernel computes short
     # sequences once more, with other bits: it takes such a row for one of NaN (flash.attend)
-    out, lse = whole.attend(spec, place(spec.layout, q, value=1.0), k, v)
+    out, lse = whole.attend(spec, among(spec.layout, q, value=1.0), k, v)
     return spec.layout.shard(out), spec.layout.shard(lse, 2)
 
 
-def gradients(spec: CallSpec, saved: Saved, *, add_key_grads: AddKeyGrads) -> QueryGrads:
+def gradients(spec: ShardCall, saved: Saved, *, add_key_grads: AddKeyGrads) -> QueryGrads:
     """Computes gradients of a rank's queries. Rows of 0, with a dO of 0, contribute none."""
     layout = spec.layout
     placed = map_saved(
         saved,
-        queries=lambda x: place(layout, x),
-        lse=lambda x, value: place(layout, x, dim=2, value=value),
+        queries=lambda x: among(layout, x),
+        lse=lambda x, value: among(layout, x, dim=2, value=value),
     )
     grads = whole.backward(spec.summing_in(saved.lse.dtype), placed)
     add_key_grads(grads.dk, grads.dv)
     return QueryGrads.of(grads._replace(dq=layout.shard(grads.dq)))
 
 
-def place(layout: Layout, x: Tensor, *, dim: int = 1, value: float = 0.0) -> Tensor:
-    """Places a rank's rows among those of the whole sequence, which are `value`."""
+def among(layout: Layout, x: Tensor, *, dim: int = 1, value: float = 0.0) -> Tensor:
+    """Returns a rank's rows among those of the whole sequence, which are `value`."""
     shape = list(x.shape)
     shape[dim] = layout.seqlen
-    whole_rows, row = x.new_full(shape, value), 0
-    for start, stop in layout.runs[layout.rank]:
-        size = stop - start
-        whole_rows.narrow(dim, start, size).copy_(x.narrow(dim, row, size))
-        row += size
-    return whole_rows
+    whole = x.new_full(shape, value)
+    place(layout, x, whole=whole, dim=dim)
+    return whole
+
+
+def place(layout: Layout, part: Tensor, *, whole: Tensor, dim: int = 1) -> None:
+    """Copies a rank's rows to their places in the whole sequence."""
+    for row, start, stop in layout.placed:
+        whole.narrow(dim, start, stop - start).copy_(part.narrow(dim, row, stop - start))

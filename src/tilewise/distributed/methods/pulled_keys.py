@@ -16,8 +16,8 @@ from ..transport.copy_lists import keys_to_queries
 from ..transport.exchange import publish_copies
 from ..transport.halves import Arena
 from . import packed_runs, rows
-from .call_spec import CallSpec
 from .run_calls import BLOCK
+from .shard_call import ShardCall
 
 Tensor = torch.Tensor
 FEW_LISTS = 4  # of pulls that are waited for one by one
@@ -26,7 +26,7 @@ FEW_RUNS = 4  # that are cleared one by one
 
 def pull_keys(
     arena: Arena,
-    spec: CallSpec,
+    spec: ShardCall,
     k: Tensor,
     v: Tensor,
     *,

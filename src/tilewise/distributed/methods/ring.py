@@ -18,16 +18,17 @@ from ...reference import merge_states
 from ..layouts.work import Band, Span
 from ..transport.exchange import Published, publish_rows
 from ..transport.halves import Arena
-from . import autograd
-from .call_spec import CallSpec
-from .rows import AddKeyGrads, QueryGrads, attend_run, gradients_of, working_dtype
+from .grads import QueryGrads, gradient_of_sink, join_sink
+from .placed import place
+from .rows import AddKeyGrads, attend_run, gradients_of, working_dtype
 from .run_calls import RunCall, shift_band
+from .shard_call import ShardCall
 from .sums import Sums
 
 Tensor = torch.Tensor
 
 
-def supports(spec: CallSpec, nheads: int, nheads_k: int) -> str | None:
+def supports(spec: ShardCall, nheads: int, nheads_k: int) -> str | None:
     """Returns None, or why results cannot be merged."""
     if spec.bitwise and spec.layout.ranks > 1:
         differs = "it merges results, which differ from those of one process in the last bits"
@@ -35,11 +36,6 @@ def supports(spec: CallSpec, nheads: int, nheads_k: int) -> str | None:
     if spec.is_modified or spec.extras.alibi_slopes is not None:
         return "a shard of keys knows no positions in the whole for ALiBi, masks and dropout"
     return None
-
-
-def attend(arena: Arena, spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes `out` and `lse` of a rank's rows."""
-    return autograd.attend(forward, backward, arena, spec, q, k, v)
 
 
 def call_between(queries: Span, keys: Span, band: Band) -> RunCall | None:
@@ -71,14 +67,14 @@ class KeyShard(NamedTuple):
     v: Tensor
 
 
-def shards_in_turn(published: Published, spec: CallSpec) -> Iterator[KeyShard]:
+def shards_in_turn(published: Published, spec: ShardCall) -> Iterator[KeyShard]:
     """Yields each rank's shard, this one's first. The next is pulled meanwhile."""
     layout, arena = spec.layout, published.arena
     upcoming, arrival = None, None
     for step in range(layout.ranks):
         rank = (layout.rank - step) % layout.ranks
         pairs = ((x, y) for x in layout.spans for y in layout.at(rank).spans)
-        calls = [x for x in (call_between(*pair, spec.band) for pair in pairs) if x is not None]
+        calls = [x for x in (call_between(a, b, spec.band) for a, b in pairs) if x is not None]
         if not calls:
             continue
         rows = [published.pull(rank, number) for number in (0, 1)]
@@ -97,42 +93,41 @@ def shards_in_turn(published: Published, spec: CallSpec) -> Iterator[KeyShard]:
         yield upcoming
 
 
-def forward(arena: Arena, spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Attends to one shard of keys after another."""
-    sinks = spec.extras.sinks
+def forward(
+    arena: Arena, spec: ShardCall, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Computes `out` and `lse` of a rank's rows, by one shard of keys after another."""
     signature = f"attention (ring): {spec.signature}"
     tensors = [k.transpose(0, 1), v.transpose(0, 1)]
     published = publish_rows(arena, signature, tensors=tensors, counts=spec.layout.counts)
     exact = torch.promote_types(q.dtype, torch.float32)
-    total = q.new_zeros(*q.shape[:3], v.shape[3], dtype=exact)
+    total = q.new_zeros(q.shape[:3] + v.shape[3:], dtype=exact)
     lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=exact)
     for shard in shards_in_turn(published, spec):
         for x in shard.calls:
             queries, keys = q[:, x.rows].to(shard.k.dtype), shard.k[:, x.keys]
-            part = attend_run(spec, queries, keys, shard.v[:, x.keys], band=x.band, extras=Extras())
-            before = total[:, x.rows], lse[:, :, x.rows]
-            total[:, x.rows], lse[:, :, x.rows] = merge_states(*before, *part)
-    if sinks is not None:
-        whole = torch.logaddexp(lse, sinks.to(exact).unsqueeze(1))
-        total *= torch.exp(lse - whole).transpose(1, 2).unsqueeze(-1)
-        lse = whole
+            values, before, lse_before = shard.v[:, x.keys], total[:, x.rows], lse[:, :, x.rows]
+            part, part_lse = attend_run(spec, queries, keys, values, band=x.band, extras=Extras())
+            merged, merged_lse = merge_states(before, lse_before, out2=part, lse2=part_lse)
+            total[:, x.rows], lse[:, :, x.rows] = merged, merged_lse
+    total, lse = join_sink(total, lse, extras=spec.extras)
     out = total.to(q.dtype)
-    arena.settle(out, lse)
+    arena.settle([out, lse])
     return out, lse
 
 
-def backward(arena: Arena, spec: CallSpec, saved: Saved) -> Grads:
-    """Computes the gradients of `attend`."""
+def backward(arena: Arena, spec: ShardCall, saved: Saved) -> Grads:
+    """Computes the gradients of `forward`."""
     signature = f"the sums of the backward of attention (ring): {spec.signature}"
     sums = Sums(arena, spec, signature=signature, dtype=saved.k.dtype)
     grads = _gradients(arena, spec, saved=saved, add_key_grads=sums.begin)
     dk, dv = sums.finish()
-    arena.settle(grads.dq, dk, dv)
+    arena.settle([grads.dq, dk, dv])
     return grads.with_keys(dk, dv, spec.extras)
 
 
 def _gradients(
-    arena: Arena, spec: CallSpec, *, saved: Saved, add_key_grads: AddKeyGrads
+    arena: Arena, spec: ShardCall, *, saved: Saved, add_key_grads: AddKeyGrads
 ) -> QueryGrads:
     """Computes gradients of a rank's queries, and adds those of keys, with P of the whole row."""
     dlse, k, v, out, lse = saved.dlse, saved.k, saved.v, saved.out, saved.lse
@@ -143,7 +138,7 @@ def _gradients(
     dout, q, out = (x.to(working_dtype(saved.q)) for x in (dout, saved.q, out))
     seqlen, batch = spec.layout.seqlen, q.shape[0]
     dq = torch.zeros_like(q, dtype=lse.dtype)
-    dk, dv = (lse.new_zeros(batch, seqlen, *x.shape[2:]) for x in (k, v))
+    dk, dv = (lse.new_zeros((batch, seqlen, *x.shape[2:])) for x in (k, v))
     plain = spec._replace(extras=Extras())
     for shard in shards_in_turn(published, spec):
         queries = Saved(dout, dlse, q=q, k=shard.k, v=shard.v, out=out, lse=lse)
@@ -154,21 +149,6 @@ def _gradients(
             parts[0][:, x.keys] += grads.dk
             parts[1][:, x.keys] += grads.dv
         for total, part in zip((dk, dv), parts):
-            row = 0
-            for start, stop in spec.layout.runs[shard.rank]:
-                total[:, start:stop] = part[:, row : row + stop - start]
-                row += stop - start
+            place(spec.layout.at(shard.rank), part, whole=total)
     add_key_grads(dk, dv)
-    return QueryGrads(dq, _gradient_of_sinks(spec, dout, out=out, lse=lse, dlse=dlse))
-
-
-def _gradient_of_sinks(
-    spec: CallSpec, dout: Tensor, *, out: Tensor, lse: Tensor, dlse: Tensor | None
-) -> Tensor | None:
-    """Computes -P delta, which is dS as dP is 0; a sink's P is exp(sink - LSE)."""
-    if spec.extras.sinks is None:
-        return None
-    delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).transpose(1, 2)
-    delta = delta if dlse is None else delta - dlse
-    p = torch.exp(spec.extras.sinks.to(lse.dtype).unsqueeze(1) - lse)
-    return -(p * delta).sum((0, 2))
+    return QueryGrads(dq, gradient_of_sink(spec.extras, dout, out=out, lse=lse, dlse=dlse))

@@ -4,7 +4,6 @@ rows: the backward and, where bits need not agree, the forward.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,14 +11,14 @@ import torch
 
 from ...dispatch import choose
 from ...emulation import cpu_modes
-from ...frontend.call import call
-from ...frontend.checks import check
+from ...frontend.checks import check_scores, knows_values
 from ...ops import attention as ops
-from ...problem import LONG_SEQLEN, WIDEST_EXACT, Between, Extras, Grads, Saved, describe
+from ...problem import LONG_SEQLEN, WIDEST_EXACT, Between, Extras, Grads, Saved
 from ..layouts.work import Band, KeyRun
 from ..transport.halves import Arena
-from .call_spec import CallSpec
+from .grads import LearnedSum, QueryGrads
 from .run_calls import pad, run_call
+from .shard_call import ShardCall
 
 Tensor = torch.Tensor
 FEW = 16  # rows of a tile: a call of so few queries is split over its keys, by other kernels
@@ -45,7 +44,7 @@ class PulledKeys(NamedTuple):
             self.arrive(-1)
 
 
-def backend_of_runs(spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> str | None:
+def backend_of_runs(spec: ShardCall, q: Tensor, k: Tensor, v: Tensor) -> str | None:
     """Names the backend by which a call on a run of rows gives those rows the bits of the call on
     all rows; None where there is none. q, k and v are this rank's.
 
@@ -64,18 +63,11 @@ def backend_of_runs(spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> str | No
 _backends: dict[Any, str | None] = {}
 
 
-def _backend_of_runs(spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    layout = spec.layout
-    extras = spec.position_free_extras
-    if layout.cu_seqlens is not None:
-        starts = torch.empty(0, device=q.device)
-        extras = extras._replace(cu_seqlens_q=starts, cu_seqlens_k=starts)
-    problem = describe(
-        q, k, v, extras, scalars=spec.scalars, align=spec.align, deterministic=spec.deterministic
-    )
+def _backend_of_runs(spec: ShardCall, q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    layout, longest = spec.layout, spec.layout.longest
+    problem = spec.on_rows(q, k, v, extras=spec.extras_per_head, align=spec.align).problem
+    problem = problem._replace(is_packed=layout.cu_seqlens is not None)
     name = choose(problem, q.device, spec.backend).NAME
-    starts = (0, layout.seqlen) if layout.cu_seqlens is None else layout.cu_seqlens
-    longest = max((b - a for a, b in itertools.pairwise(starts)), default=0)
     if name == "cpu" or longest * problem.group <= FEW:
         return None
     shortest = min((x.stop - x.start for x in layout.spans), default=longest)
@@ -88,16 +80,16 @@ def working_dtype(x: Tensor) -> torch.dtype:
     return x.dtype if x.is_cuda else torch.promote_types(x.dtype, torch.float32)
 
 
-def attend(spec: CallSpec, q: Tensor, pulled: PulledKeys) -> tuple[Tensor, Tensor]:
+def attend(spec: ShardCall, q: Tensor, pulled: PulledKeys) -> tuple[Tensor, Tensor]:
     """Computes `out` and `lse` of a rank's queries."""
     k, v = pulled.k, pulled.v
     exact = torch.promote_types(q.dtype, torch.float32)
-    out = q.new_empty(*q.shape[:3], v.shape[3])
+    out = q.new_empty(q.shape[:3] + v.shape[3:])
     lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=exact)
     for i, span in enumerate(spec.layout.spans):
         pulled.arrive(i)
         rows, keys, band, padding = run_call(spec, span)
-        queries, extras = pad(q[:, rows], padding), spec.position_free_extras
+        queries, extras = pad(q[:, rows], padding), spec.extras_per_head
         run_out, run_lse = attend_run(
             spec, queries, k=k[:, keys], v=v[:, keys], band=band, extras=extras
         )
@@ -107,78 +99,55 @@ def attend(spec: CallSpec, q: Tensor, pulled: PulledKeys) -> tuple[Tensor, Tenso
 
 
 def attend_run(
-    spec: CallSpec, q: Tensor, k: Tensor, v: Tensor, *, band: Band, extras: Extras
+    spec: ShardCall,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    band: Band,
+    extras: Extras,
+    align: str = "bottom_right",
+    is_long: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Calls the library on runs of rows, without functions of positions and dropout."""
-    return call(
-        q,
-        k,
-        v=v,
-        extras=extras,
-        numbers=(*spec.numbers, 0.0),
-        window=("bottom_right", band.left, band.right),
-        deterministic=spec.deterministic,
-        backend=spec.backend,
-    )
+    """Computes `out` and `lse` of one call of the library, on rows of queries and of keys."""
+    checked = spec.on_rows(q, k, v, extras=extras, band=band, align=align, is_long=is_long)
+    tensors = q, k, v, *extras.tensors
+    needs_dispatcher = ops.needs_dispatcher(tensors)
+    checked.needs_grad = not needs_dispatcher and ops.needs_grad(*tensors)
+    if not q.is_cpu and knows_values(q):
+        check_scores(q, k, checked.scalars.scale, checked.scalars.softcap)
+    cached = ops.known_call(checked, tensors)
+    return ops.attention(cached, q, k, v, extras, needs_dispatcher)
 
 
 # Takes this rank's parts of the gradients of keys, as `Sums.begin` does
 AddKeyGrads = Callable[..., None]
 
 
-class QueryGrads(NamedTuple):
-    """Gradients of a rank's queries, and this rank's part of that of the sinks."""
-
-    dq: Tensor
-    dsinks: Tensor | None
-
-    @classmethod
-    def of(cls, grads: Grads, rows: int | None = None) -> QueryGrads:
-        """Takes the gradients of a call's first rows."""
-        return cls(grads.dq[:, :rows], grads.dsinks)
-
-    def with_keys(self, dk: Tensor, dv: Tensor, extras: Extras) -> Grads:
-        """All gradients, each in the dtype of its tensor."""
-        dsinks = self.dsinks
-        if dsinks is not None and extras.sinks is not None:
-            dsinks = dsinks.to(extras.sinks.dtype)
-        return Grads(self.dq.to(dk.dtype), dk, dv=dv, dsinks=dsinks)
-
-
-def joined(groups: list[QueryGrads]) -> QueryGrads:
-    """Joins the gradients of groups of heads."""
-    if len(groups) == 1:
-        return groups[0]
-    sinks = [x.dsinks for x in groups if x.dsinks is not None]
-    return QueryGrads(torch.cat([x.dq for x in groups], 2), torch.cat(sinks) if sinks else None)
-
-
 def gradients(
-    spec: CallSpec, saved: Saved, pulled: PulledKeys, *, add_key_grads: AddKeyGrads
+    spec: ShardCall, saved: Saved, pulled: PulledKeys, *, add_key_grads: AddKeyGrads
 ) -> QueryGrads:
     """Computes gradients of a rank's queries. A single run adds those of keys early."""
     if len(spec.layout.spans) == 1:
         return _gradients_of_one_run(spec, saved, pulled=pulled, add_key_grads=add_key_grads)
-    sinks, exact = spec.extras.sinks, saved.lse.dtype
-    dq = torch.empty_like(saved.q)
-    dsinks = None if sinks is None else torch.zeros_like(sinks, dtype=exact)
-    dk, dv = Sum(saved.k, exact), Sum(saved.v, exact)
+    exact = saved.lse.dtype
+    dq, dlearned = torch.empty_like(saved.q), LearnedSum(spec.extras, exact)
+    dk, dv = (torch.zeros_like(x, dtype=exact) for x in (saved.k, saved.v))
     for i, span in enumerate(spec.layout.spans):
         pulled.arrive(i)
         run = run_call(spec, span)
         grads = gradients_of(spec, run.saved_of(saved), band=run.band)
         dq[:, run.rows] = grads.dq[:, : span.stop - span.start]
-        dk.add(run.keys, grads.dk)
-        dv.add(run.keys, grads.dv)
-        if grads.dsinks is not None and dsinks is not None:
-            dsinks.add_(grads.dsinks)
+        dk[:, run.keys].add_(grads.dk)
+        dv[:, run.keys].add_(grads.dv)
+        dlearned.add(grads)
         del grads  # they must not be in memory with those of the next run
-    add_key_grads(dk.whole(), dv.whole())
-    return QueryGrads(dq, dsinks)
+    add_key_grads(dk, dv)
+    return QueryGrads(dq, dlearned.total)
 
 
 def _gradients_of_one_run(
-    spec: CallSpec, saved: Saved, pulled: PulledKeys, *, add_key_grads: AddKeyGrads
+    spec: ShardCall, saved: Saved, pulled: PulledKeys, *, add_key_grads: AddKeyGrads
 ) -> QueryGrads:
     span = spec.layout.spans[0]
     run = run_call(spec, span)
@@ -192,49 +161,8 @@ def _gradients_of_one_run(
     return QueryGrads.of(grads, span.stop - span.start)
 
 
-class Sum:
-    """The sum of parts that have some rows each, one after the other; the other rows are 0. Where
-    runs see all keys before them, the longest part is the sum so far. `add` takes a part's memory.
-    """
-
-    def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
-        self.like, self.dtype = like, dtype
-        self.rows, self.total = slice(0, 0), like.new_empty(0)
-
-    def add(self, rows: slice, part: Tensor) -> None:
-        """Adds a part that has these rows."""
-        if rows.start >= rows.stop:
-            return
-        if self.rows.start >= self.rows.stop:
-            self.rows, self.total = rows, part.to(self.dtype)
-        elif rows.start <= self.rows.start and self.rows.stop <= rows.stop:
-            part = part.to(self.dtype)
-            part[:, _within(self.rows, rows)] += self.total
-            self.rows, self.total = rows, part
-        else:
-            if rows.start < self.rows.start or self.rows.stop < rows.stop:
-                self.rows, self.total = slice(0, self.like.shape[1]), self.whole()
-            self.total[:, _within(rows, self.rows)] += part
-
-    def whole(self) -> Tensor:
-        """Returns the sum with all rows."""
-        if self.rows.start >= self.rows.stop:
-            return torch.zeros_like(self.like, dtype=self.dtype)
-        if self.rows == slice(0, self.like.shape[1]):
-            return self.total if self.total.dtype == self.dtype else self.total.to(self.dtype)
-        whole = torch.empty_like(self.like, dtype=self.dtype)
-        whole[:, : self.rows.start] = 0
-        whole[:, self.rows.stop :] = 0
-        whole[:, self.rows] = self.total
-        return whole
-
-
-def _within(rows: slice, outer: slice) -> slice:
-    return slice(rows.start - outer.start, rows.stop - outer.start)
-
-
 def gradients_of(
-    spec: CallSpec,
+    spec: ShardCall,
     saved: Saved,
     *,
     band: Band,
@@ -246,22 +174,9 @@ def gradients_of(
 ) -> Grads:
     """Computes the gradients of one call of the library; parts of sums stay in fp32."""
     if extras is None:
-        extras = spec.summing_in(saved.lse.dtype).position_free_extras
+        extras = spec.summing_in(saved.lse.dtype).extras_per_head
     q, k, v = saved.q, saved.k, saved.v
-    checked = check(
-        q,
-        k,
-        v,
-        extras=extras,
-        numbers=spec.numbers,
-        align=align,
-        window=(band.left, band.right),
-        deterministic=spec.deterministic,
-        dropout_p=spec.dropout_p,
-        mods=spec.mods,
-        is_long=is_long,
-    )
-    checked.backend = spec.backend
+    checked = spec.on_rows(q, k, v, extras=extras, band=band, align=align, is_long=is_long)
     if not rounds and q.dtype.itemsize == 2 and max(q.shape[3], v.shape[3]) <= WIDEST_EXACT:
         checked.problem = checked.problem._replace(has_fp32_key_grads=True)
     cached = ops.known_call(checked, (q, k, v, *extras.tensors))

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from ...problem import OPEN, Saved
 from ..layouts.work import Band, Span, keys_of_span
-from .call_spec import CallSpec
+from .shard_call import ShardCall
 
 Tensor = torch.Tensor
 BLOCK = 128  # keys: a multiple of every kernel's block
@@ -61,7 +61,7 @@ def map_saved(
     )
 
 
-def run_call(spec: CallSpec, span: Span) -> RunCall:
+def run_call(spec: ShardCall, span: Span) -> RunCall:
     """Returns the call of a span. Its blocks of keys begin where the whole sequence's do."""
     start, stop = keys_of_span(span, spec.band)
     start = span.first + (start - span.first) // BLOCK * BLOCK

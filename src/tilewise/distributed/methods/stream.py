@@ -11,48 +11,43 @@ from types import ModuleType
 
 import torch
 
-from ...problem import Grads, Saved
+from ...problem import INPUTS, Grads, Saved
 from ..transport.halves import Arena
-from . import autograd, one_launch, packed_runs, placed, rows
-from .call_spec import CallSpec
+from . import one_launch, packed_runs, placed, rows
+from .grads import QueryGrads, joined
 from .pulled_keys import pull_keys
 from .run_calls import map_saved
+from .shard_call import ShardCall
 from .sums import Sums
 
 Tensor = torch.Tensor
 MOST_BYTES = 1 << 31  # of a rank's parts of the gradients of all keys, of the heads of a group
 
 
-def supports(spec: CallSpec, nheads: int, nheads_k: int) -> str | None:
+def supports(spec: ShardCall, nheads: int, nheads_k: int) -> str | None:
     """Supports any number of heads, ranks and tokens, and every feature that is checked before."""
     return None
 
 
-def attend(
-    arena: Arena, spec: CallSpec, q: Tensor, k: Tensor, v: Tensor
-) -> tuple[Tensor, Tensor | None]:
-    """Computes `out` and `lse` of a rank's rows."""
-    if spec.prepared is None or spec.learns:
-        return autograd.attend(_forward, backward, arena, spec, q, k, v)
-    return _forward(arena, spec, q, k, v)
-
-
-def _forward(
-    arena: Arena, spec: CallSpec, q: Tensor, k: Tensor, v: Tensor
+def forward(
+    arena: Arena, spec: ShardCall, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
+    """Computes `out` and `lse` of a rank's rows."""
     if one_launch.serves(arena, spec, q, k, v):
         return one_launch.attend(arena, spec, q, k, v)
     out, lse = _attend(arena, spec, q, k, v)
-    arena.settle(out, lse)
+    arena.settle([out, lse])
     return out, lse
 
 
-def by_runs(spec: CallSpec, q: Tensor) -> ModuleType:
+def by_runs(spec: ShardCall, q: Tensor) -> ModuleType:
     """Returns the module that computes runs of rows: in a call for each, or one for all."""
     return packed_runs if packed_runs.serves(spec, q) else rows
 
 
-def _attend(arena: Arena, spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _attend(
+    arena: Arena, spec: ShardCall, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor]:
     """Computes `out` and `lse` in launches that begin after copies."""
     backend = rows.backend_of_runs(spec, q, k, v) if spec.bitwise else spec.backend
     is_placed = spec.is_modified or (spec.bitwise and backend is None)
@@ -66,8 +61,8 @@ def _attend(arena: Arena, spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> tu
     return module.attend(spec._replace(backend=backend), q, pulled=pulled)
 
 
-def backward(arena: Arena, spec: CallSpec, saved: Saved) -> Grads:
-    """Computes the gradients of `stream.attend`."""
+def backward(arena: Arena, spec: ShardCall, saved: Saved) -> Grads:
+    """Computes the gradients of `forward`."""
     q, k, v, out = saved.q, saved.k, saved.v, saved.out
     signature = f"the backward of attention (stream): {spec.signature}"
     exact = rows.working_dtype(q)
@@ -88,12 +83,12 @@ def backward(arena: Arena, spec: CallSpec, saved: Saved) -> Grads:
         pulled = pulled._replace(k=pulled.k.to(exact), v=pulled.v.to(exact))
     exact_saved = saved._replace(dout=dout, q=q, out=out)
     grads = _in_groups(arena, spec, saved=exact_saved, pulled=pulled, signature=signature)
-    arena.settle(*grads[:3])
+    arena.settle(grads[:INPUTS])
     return grads
 
 
 def _in_groups(
-    arena: Arena, spec: CallSpec, *, saved: Saved, pulled: rows.PulledKeys, signature: str
+    arena: Arena, spec: ShardCall, *, saved: Saved, pulled: rows.PulledKeys, signature: str
 ) -> Grads:
     """Computes gradients in as many groups of heads as leave little memory."""
     dtype, nheads_k = saved.k.dtype, saved.k.shape[2]
@@ -107,12 +102,12 @@ def _in_groups(
         query_grads.append(_gradients(of_group, saved_of_group, keys, add_key_grads=sums.begin))
         key_grads.append(sums.finish())
     dk, dv = (x[0] if len(x) == 1 else torch.cat(x, 2) for x in zip(*key_grads))
-    return rows.joined(query_grads).with_keys(dk, dv, spec.extras)
+    return joined(query_grads).with_keys(dk, dv, spec.extras)
 
 
 def _gradients(
-    spec: CallSpec, saved: Saved, pulled: rows.PulledKeys, *, add_key_grads: rows.AddKeyGrads
-) -> rows.QueryGrads:
+    spec: ShardCall, saved: Saved, pulled: rows.PulledKeys, *, add_key_grads: rows.AddKeyGrads
+) -> QueryGrads:
     if spec.is_modified:
         pulled.arrive_all()
         return placed.gradients(spec, saved, add_key_grads=add_key_grads)
@@ -121,7 +116,7 @@ def _gradients(
     return module.gradients(spec, saved, pulled=pulled, add_key_grads=add_key_grads)
 
 
-def _groups(spec: CallSpec, saved: Saved) -> list[range]:
+def _groups(spec: ShardCall, saved: Saved) -> list[range]:
     """Returns key heads that are computed together: parts for all keys take up to MOST_BYTES."""
     nheads_k = saved.k.shape[2]
     keys = saved.k.shape[0] * spec.layout.seqlen * nheads_k
@@ -135,8 +130,8 @@ def _groups(spec: CallSpec, saved: Saved) -> list[range]:
 
 
 def _of_heads(
-    spec: CallSpec, saved: Saved, *, group: range, nheads_k: int
-) -> tuple[CallSpec, Saved]:
+    spec: ShardCall, saved: Saved, *, group: range, nheads_k: int
+) -> tuple[ShardCall, Saved]:
     """Returns the call of a group's query heads."""
     if len(group) == nheads_k:
         return spec, saved

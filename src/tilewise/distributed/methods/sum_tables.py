@@ -138,7 +138,7 @@ def places_of(runs: Sequence[KeyRun], seqlen: int) -> Tensor:
 def _depth(runs: Sequence[KeyRun]) -> int:
     """Returns how many runs at most see a key."""
     ends = sorted([(x.start, 1) for x in runs] + [(x.stop, -1) for x in runs])
-    return max(1, *itertools.accumulate(step for _, step in ends))
+    return max([1, *itertools.accumulate(step for _, step in ends)])
 
 
 def _positions(layout: Layout, rows: Sequence[Run]) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from ..layouts.work import KeyRun
 from ..transport.exchange import Published
 from ..transport.halves import LEAST, Arena
-from .call_spec import CallSpec
+from .shard_call import ShardCall
 from .sum_tables import Slice, most_rows, tables_of
 
 Tensor = torch.Tensor
@@ -23,7 +23,9 @@ Tensor = torch.Tensor
 class Sums:
     """Adds the parts of a call, in `dtype`."""
 
-    def __init__(self, arena: Arena, spec: CallSpec, *, signature: str, dtype: torch.dtype) -> None:
+    def __init__(
+        self, arena: Arena, spec: ShardCall, *, signature: str, dtype: torch.dtype
+    ) -> None:
         self.arena, self.spec, self.signature, self.dtype = arena, spec, signature, dtype
         self.parts: list[Tensor] = []
         self.totals: list[Tensor] = []
@@ -41,7 +43,7 @@ class Sums:
         # Of a batch of 1 no copy
         self.parts = [x.to(exact).transpose(0, 1).contiguous() for x in (dk, dv)]
         self.totals = [
-            x.new_empty(layout.tokens, *x.shape[1:], dtype=self.dtype) for x in self.parts
+            x.new_empty((layout.tokens, *x.shape[1:]), dtype=self.dtype) for x in self.parts
         ]
         row_bytes = [x[:1].numel() * x.itemsize for x in self.parts]
         self.tables = tables_of(
@@ -103,7 +105,7 @@ def add_parts(
 ) -> None:
     """Adds the parts of a slice's rows in rank order, and writes the sums to rows of `total`."""
     dtype, shape = published.dtypes[number], published.shapes[number]
-    exact = total.new_zeros(piece.stop - piece.first, *shape, dtype=dtype)
+    exact = total.new_zeros((piece.stop - piece.first, *shape), dtype=dtype)
     for rank, first, stop in piece.parts:
         start, end = first + piece.place, stop + piece.place
         exact[first:stop] += published.pull(rank, number, start=start, stop=end)

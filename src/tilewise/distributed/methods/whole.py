@@ -5,55 +5,41 @@ rank computes by itself, and what a rank computes on its heads.
 from __future__ import annotations
 
 import functools
-import itertools
 
 import torch
 
-from ...frontend.attention import attention
 from ...frontend.scalars import is_long
-from ...problem import Grads, Saved
-from .call_spec import CallSpec
-from .rows import gradients_of
+from ...problem import INPUTS, Grads, Saved
+from .rows import attend_run, gradients_of
 from .run_calls import map_saved
+from .shard_call import ShardCall
 
 Tensor = torch.Tensor
 
 
-def attend(spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def attend(spec: ShardCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Computes `out` and `lse` of all tokens in their order, (batch, seqlen, heads, headdim)."""
     batch, seqlen = q.shape[:2]
     starts = packing(spec, q)
-    if starts is not None:
-        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-    out, lse = attention(
+    if starts is None:
+        return attend_run(spec, q, k, v=v, band=spec.band, align=spec.align, extras=spec.extras)
+    q, k, v = (x.flatten(0, 1)[None] for x in (q, k, v))
+    out, lse = attend_run(
+        spec,
         q,
         k,
-        v,
-        causal=spec.causal,
-        scale=spec.scale,
-        window=spec.window,
-        softcap=spec.softcap,
-        alibi_slopes=spec.extras.alibi_slopes,
-        sinks=spec.extras.sinks,
-        cu_seqlens_q=starts,
-        cu_seqlens_k=starts,
-        max_seqlen_q=longest(spec),
-        max_seqlen_k=longest(spec),
-        mask_mod=spec.mask_mod,
-        score_mod=spec.score_mod,
-        dropout_p=spec.dropout_p,
-        dropout_rng=spec.extras.dropout_rng,
-        deterministic=spec.deterministic,
-        return_lse=True,
-        backend=spec.backend,
+        v=v,
+        band=spec.band,
+        align=spec.align,
+        extras=spec.extras._replace(cu_seqlens_q=starts, cu_seqlens_k=starts),
+        is_long=is_long(spec.layout.longest),
     )
-    if starts is None:
-        return out, lse
-    lse = lse.unflatten(1, (batch, seqlen)).transpose(0, 1)
-    return out.unflatten(0, (batch, seqlen)), lse
+    return out[0].unflatten(0, (batch, seqlen)), lse[0].unflatten(1, (batch, seqlen)).transpose(
+        0, 1
+    )
 
 
-def backward(spec: CallSpec, saved: Saved, *, rounds: bool = False) -> Grads:
+def backward(spec: ShardCall, saved: Saved, *, rounds: bool = False) -> Grads:
     """Computes the gradients of `attend`; those of keys in fp32 as parts of sums, or rounded."""
     batch, seqlen = saved.q.shape[:2]
     starts = packing(spec, saved.q)
@@ -70,14 +56,16 @@ def backward(spec: CallSpec, saved: Saved, *, rounds: bool = False) -> Grads:
         band=spec.band,
         align=spec.align,
         extras=spec.extras._replace(cu_seqlens_q=starts, cu_seqlens_k=starts),
-        is_long=starts is not None and is_long(longest(spec)),
+        is_long=starts is not None and is_long(spec.layout.longest),
         rounds=rounds,
     )
-    dq, dk, dv = (x.reshape(batch, seqlen, *x.shape[2:]) for x in grads[:3])
-    return Grads(dq, dk, dv=dv, dsinks=grads.dsinks)
+    if starts is None:
+        return grads
+    dq, dk, dv = (x[0].unflatten(0, (batch, seqlen)) for x in grads[:INPUTS])
+    return grads._replace(dq=dq, dk=dk, dv=dv)
 
 
-def packing(spec: CallSpec, q: Tensor) -> Tensor | None:
+def packing(spec: ShardCall, q: Tensor) -> Tensor | None:
     """Returns where documents begin, those of all rows of the batch end to end, int32."""
     starts, seqlen = spec.layout.cu_seqlens, spec.layout.seqlen
     if starts is None:
@@ -94,15 +82,7 @@ def _packed_on(starts: tuple[int, ...], seqlen: int, *, batch: int, device: torc
         return torch.tensor(all_starts, dtype=torch.int32, device=device)
 
 
-def longest(spec: CallSpec) -> int | None:
-    """Counts the tokens of the longest document."""
-    starts = spec.layout.cu_seqlens
-    if starts is None:
-        return None
-    return max((b - a for a, b in itertools.pairwise(starts)), default=0)
-
-
-def alone(spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def alone(spec: ShardCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Makes the call of a single rank, which has all tokens in its own order."""
     layout = spec.layout
     if layout.runs[0] == ((0, layout.seqlen),):
@@ -112,7 +92,7 @@ def alone(spec: CallSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tens
     return layout.shard(out), layout.shard(lse, 2)
 
 
-def alone_backward(spec: CallSpec, saved: Saved) -> Grads:
+def alone_backward(spec: ShardCall, saved: Saved) -> Grads:
     """Computes the gradients of `alone`."""
     layout = spec.layout
     whole = map_saved(
@@ -122,5 +102,5 @@ def alone_backward(spec: CallSpec, saved: Saved) -> Grads:
         lse=lambda x, _: layout.unshard([x], 2),
     )
     grads = backward(spec, whole)
-    dq, dk, dv = (layout.shard(x) for x in grads[:3])
-    return Grads(dq, dk, dv=dv, dsinks=grads.dsinks)
+    dq, dk, dv = (layout.shard(x) for x in grads[:INPUTS])
+    return grads._replace(dq=dq, dk=dk, dv=dv)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ def arena_of(group: Any, device: torch.device) -> Arena:
     return _arenas[key]
 
 
-def reporting(layout: Any, *tensors: Any) -> contextlib.AbstractContextManager[Any]:
+def reporting(layout: Any, tensors: Iterable[Any] = ()) -> contextlib.AbstractContextManager[Any]:
     """Leaves an error inside for the other ranks of a layout, which would wait for this one."""
     if torch.compiler.is_compiling() or not isinstance(layout, Layout) or layout.ranks == 1:
         return contextlib.nullcontext()

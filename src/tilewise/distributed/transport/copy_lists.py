@@ -114,6 +114,7 @@ def rows_to_heads(
     me, ranks = layout.rank, layout.ranks
     whole = Blocks(kinds, groups, batch=batch, tokens=layout.seqlen)
     halves = [Blocks(kinds, groups, batch=batch, tokens=n) for n in layout.counts]
+    starts = [_starts([half.nbytes] * ranks, owner) for owner, half in enumerate(halves)]
     rows, pieces = [], []
     for group in groups:
         of_group: list[Piece] = []
@@ -124,28 +125,21 @@ def rows_to_heads(
             for rank in range(ranks):
                 heads = source.moved(head=rank * kinds[kind].heads + whole.first(kind, group))
                 if rank != me:
-                    half = _half_for(halves, kind, group=group, owner=me, reader=rank).moved(row=b)
-                    rows.append(copied(heads, half, tokens=layout.tokens))
+                    half = halves[me].joint_place(kind, group, before=starts[me][rank])
+                    rows.append(copied(heads, half.moved(row=b), tokens=layout.tokens))
                     continue
-                local, row = target._replace(tensor=1 + kind), 0
-                for start, stop in layout.runs[me]:
+                local = target._replace(tensor=1 + kind)
+                for row, start, stop in layout.placed:
                     rows.append(copied(heads.moved(row), local.moved(start), tokens=stop - start))
-                    row += stop - start
             for rank, row, start, stop in pulls_in_turn(layout, [(0, layout.seqlen)]):
                 if rank != me:
-                    half = _half_for(halves, kind, group, owner=rank, reader=me).moved(row, row=b)
-                    place, parts = target.moved(start), width if by_head else 1
+                    half = halves[rank].joint_place(kind, group, before=starts[rank][me])
+                    half, place = half.moved(row, row=b), target.moved(start)
+                    parts = width if by_head else 1
                     of_group += _pieces(rank, half, target=place, tokens=stop - start, heads=parts)
         pieces.append(tuple(of_group))
     nbytes = (ranks - 1) * max(x.nbytes for x in halves)
     return CopyList(nbytes, Table(rows), pieces=tuple(pieces))
-
-
-def _half_for(halves: list[Blocks], kind: int, group: range, *, owner: int, reader: int) -> Place:
-    """Returns where an owner publishes for a reader."""
-    part = reader - (reader > owner)
-    before = part * halves[owner].nbytes
-    return halves[owner].joint_place(kind, group, before=before)
 
 
 @functools.lru_cache(maxsize=256)
@@ -161,7 +155,7 @@ def heads_to_rows(
     of_group = all_groups.of_group(group)
     whole = Blocks(of_group, (group,), batch=batch, tokens=layout.seqlen)
     halves = [Blocks(of_group, (group,), batch=batch, tokens=n) for n in layout.counts]
-    starts = [_starts(halves, owner) for owner in range(ranks)]
+    starts = [_starts([x.nbytes for x in halves], owner) for owner in range(ranks)]
     # (batch, tokens, all heads, ...), or by head
     all_heads = range(ranks * all_groups.nheads_k)
     wide = tuple(x._replace(heads=ranks * x.heads) for x in kinds)
@@ -179,10 +173,8 @@ def heads_to_rows(
             target = halves[rank].joint_place(kind, group, before=starts[me][rank]).moved(row=b)
             if rank == me:
                 target = heads._replace(tensor=1 + kind)
-            row = 0
-            for start, stop in layout.runs[rank]:
+            for row, start, stop in layout.at(rank).placed:
                 rows.append(copied(source.moved(start), target.moved(row), tokens=stop - start))
-                row += stop - start
             if rank != me:
                 arrived = halves[me].joint_place(kind, group, before=slots[rank]).moved(row=b)
                 placed.append(copied(arrived, heads, tokens=layout.tokens))
@@ -200,7 +192,7 @@ def heads_to_rows(
     )
 
 
-def _starts(halves: list[Blocks], owner: int) -> list[int]:
+def _starts(sizes: list[int], owner: int) -> list[int]:
     """Returns where an owner publishes for each of the others, part after part."""
-    sizes = (0 if rank == owner else x.nbytes for rank, x in enumerate(halves))
-    return list(itertools.accumulate(sizes, initial=0))
+    parts = (0 if rank == owner else size for rank, size in enumerate(sizes))
+    return list(itertools.accumulate(parts, initial=0))

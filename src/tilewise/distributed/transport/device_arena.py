@@ -154,8 +154,8 @@ class DeviceArena(Arena):
         else:
             self.words[ARRIVED] = self.pieces
 
-    def settle(self, *pulled: Tensor) -> None:
-        self.barrier.poison(*pulled)
+    def settle(self, pulled: Sequence[Tensor]) -> None:
+        self.barrier.poison(pulled)
 
     def _follow_caller(self) -> None:
         """Lets the side stream wait for what the call's stream was given so far."""

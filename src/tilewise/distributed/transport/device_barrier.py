@@ -9,6 +9,7 @@ next call of the library, and until then what it has pulled is NaN.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from typing import NoReturn
 
 import torch
@@ -68,8 +69,9 @@ class DeviceBarrier:
             self.known[signature] = fingerprint
 
     def _signal(self) -> None:
-        self.signals.barrier(*self.last, self.timeout.total_seconds())
-        self.number = self.last[0]
+        number, fingerprint = self.last
+        self.signals.barrier(number, fingerprint, self.timeout.total_seconds())
+        self.number = number
 
     def check(self, signature: str = "") -> None:
         """Raises what a barrier has found since the last check. Asks no device."""
@@ -91,7 +93,7 @@ class DeviceBarrier:
         self._leave(self.number, f"{type(error).__name__}: {error}")
         self.signals.barrier(self.number, RAISED, 0.0, waits=False)
 
-    def poison(self, *tensors: Tensor) -> None:
+    def poison(self, tensors: Sequence[Tensor]) -> None:
         """Writes NaN to tensors if a barrier has failed, so that none is taken for a result."""
         self.signals.poison(tensors, self.number)
 
@@ -121,7 +123,8 @@ class DeviceBarrier:
     def _fail(self, signature: str) -> NoReturn:
         """Raises for the barrier or the piece that failed."""
         if (late := self.signals.late()) is not None:  # its copy may never end: no wait for it
-            self.host.lost = self._why_late(*late)
+            number, piece = late
+            self.host.lost = self._why_late(number, piece)
             raise PullTimeout(self.host.lost)
         synchronize(self.device)  # no wait is without a bound, and none after this one waits at all
         number, flags = self.signals.found()

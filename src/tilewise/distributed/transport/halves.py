@@ -84,7 +84,7 @@ class Arena:
         self, parts: Tensor, places: Tensor, targets: Tensor | None, total: Tensor
     ) -> None:
         """Writes sums of rows of `parts`, at `places` (rows, runs), to rows of `total`."""
-        exact = parts.new_zeros(len(places), *total.shape[1:])
+        exact = parts.new_zeros((len(places), *total.shape[1:]))
         for place in places.unbind(1):
             is_seen = place >= 0
             exact[is_seen] += parts[place[is_seen].long()]
@@ -133,5 +133,5 @@ class Arena:
     def arrive(self, mark: Any) -> None:
         """Lets the caller's stream wait for these copies."""
 
-    def settle(self, *pulled: Tensor) -> None:
+    def settle(self, pulled: Sequence[Tensor]) -> None:
         """Makes sure that what a failed call has pulled is not taken for a result."""

@@ -107,11 +107,11 @@ class Symmetric(Memory):
     def make(self, nbytes: int) -> str:
         self.kept = []  # before more is taken; `grow` has seen that no rank reads it
         os.environ[NO_MULTICAST] = "1"  # which `rendezvous` reads
-        block = (nbytes,), (1,), torch.uint8, self.device, self.group.group_name
         symmetric = _symmetric()
         if (backend := symmetric.get_backend(self.device)) not in (None, "CUDA"):
             raise RuntimeError(f"symmetric memory's backend is {backend}: CUDA alone maps peers")
-        self.kept = [symmetric.empty_strided_p2p(*block)]
+        name = self.group.group_name
+        self.kept = [symmetric.empty_strided_p2p((nbytes,), (1,), torch.uint8, self.device, name)]
         return f"{Symmetric.exchanges} exchanges"
 
     def open(self, handles: list[str], nbytes: int, *, rank: int) -> Sequence[Tensor | None]:

@@ -28,52 +28,53 @@ COPY = "cuMemcpyDtoDAsync_v2", (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_
 def writer_of(words: Tensor) -> Writer | None:
     """Returns a checked writer on the device of `words`, int32; else None, with a warning."""
 
-    def check(write: Writer, stream: int) -> None:
-        for number in (7, 0):
-            write(stream, words.data_ptr(), number)
-            _check(words, 0, number=number)
+    def check(write: Writer, stream: int, number: int) -> Tensor:
+        write(stream, words.data_ptr(), number)
+        return words[0]
 
     remedy = "attention begins when all keys have arrived"
-    return _checked(_writer, check, words=words, otherwise=remedy)
+    return _checked(_writer, check, device=words.device, otherwise=remedy)
 
 
 def copier_of(words: Tensor) -> Copier | None:
     """Returns a checked copier on the device of `words`; else None, with a warning."""
 
-    def check(copy: Copier, stream: int) -> None:
-        for number in (7, 0):
-            words[0] = number
-            copy(stream, words.data_ptr() + words.itemsize, words.data_ptr(), words.itemsize)
-            _check(words, 1, number=number)
+    def check(copy: Copier, stream: int, number: int) -> Tensor:
+        words[0] = number
+        copy(stream, words.data_ptr() + words.itemsize, words.data_ptr(), words.itemsize)
+        return words[1]
 
     remedy = "torch copies what is pulled, which costs the host more"
-    return _checked(_copier, check, words=words, otherwise=remedy)
+    return _checked(_copier, check, device=words.device, otherwise=remedy)
 
 
 def _checked(
-    load: Callable[[], Any], check: Callable[[Any, int], None], *, words: Tensor, otherwise: str
+    load: Callable[[], Any],
+    check: Callable[[Any, int, int], Tensor],
+    *,
+    device: torch.device,
+    otherwise: str,
 ) -> Any:
-    """Loads and checks a call of the driver; None, with a warning, where that fails."""
+    """Loads a call of the driver, and checks what it writes; None, with a warning, if it fails."""
     try:
         call = load()
-        with on_device(words.device):
-            check(call, torch.cuda.current_stream(words.device).cuda_stream)
+        with on_device(device):
+            stream = torch.cuda.current_stream(device)
+            for number in (7, 0):
+                value = check(call, stream.cuda_stream, number)
+                stream.synchronize()
+                if int(value) != number:
+                    raise RuntimeError("it has no effect")
         return call
     except (OSError, AttributeError, RuntimeError) as error:
         warn_slow(f"tilewise.distributed: a call of the driver fails ({error}): {otherwise}")
         return None
 
 
-def _check(words: Tensor, place: int, *, number: int) -> None:
-    torch.cuda.current_stream(words.device).synchronize()
-    if int(words[place]) != number:
-        raise RuntimeError("it has no effect")
-
-
 @functools.cache
 def _writer() -> Writer:
     """Loads cuStreamWriteValue32; OSError or AttributeError where the driver has none."""
-    call = _driver(WRITE[0], ctypes.c_void_p, *WRITE[1])
+    call = _driver(WRITE[0], (ctypes.c_void_p, *WRITE[1]))
 
     def write(stream: int, address: int, number: int) -> None:
         if status := call(stream, address, number, 0):  # 0: behind a fence
@@ -85,7 +86,7 @@ def _writer() -> Writer:
 @functools.cache
 def _copier() -> Copier:
     """Loads cuMemcpyDtoDAsync, between addresses of one device's map, with peers' memory."""
-    call = _driver(COPY[0], *COPY[1], ctypes.c_void_p)
+    call = _driver(COPY[0], (*COPY[1], ctypes.c_void_p))
 
     def copy(stream: int, to: int, source: int, nbytes: int) -> None:
         if status := call(to, source, nbytes, stream):
@@ -94,7 +95,7 @@ def _copier() -> Copier:
     return copy
 
 
-def _driver(name: str, *types: Any) -> Any:
+def _driver(name: str, types: tuple[Any, ...]) -> Any:
     call = getattr(ctypes.CDLL("libcuda.so.1"), name)
     call.argtypes, call.restype = types, ctypes.c_int
     return call

@@ -1,0 +1,147 @@
+"""From the arguments of a call on shards, as users or an operator pass them, to the call that
+methods compute, and its signature: a text that all ranks compare.
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from typing import Any
+
+import torch
+
+from ...dispatch import check_backend
+from ...errors import ArgumentError
+from ...frontend.checks import check
+from ...frontend.scalars import check_causal, check_flag
+from ...mods.flat import FlatMods
+from ...mods.serialize import serialize
+from ...ops import attention as ops
+from ...problem import Extras, Scalars
+from ...tile.dropout_numbers import draw_rng
+from ..layouts.layout import Layout
+from ..methods.grads import LEARNED
+from ..methods.shard_call import ShardCall
+
+Tensor = torch.Tensor
+
+
+def sharded_call(
+    layout: Layout,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool | str,
+    scalars: Scalars,
+    extras: Extras,
+    modifiers: FlatMods,
+    deterministic: bool,
+    backend: str | None,
+    bitwise: bool,
+    learns: bool = False,
+) -> ShardCall:
+    """Checks the call of this rank's q, k and v, (batch, tokens, heads, headdim). `scalars` are as
+    the caller wrote them, but for the band.
+    """
+    p, rng = scalars.dropout_p, extras.dropout_rng
+    if p and rng is None:
+        if layout.ranks > 1:
+            raise ArgumentError(
+                "dropout_p without dropout_rng: all ranks must drop the same elements, so pass the "
+                "same int64 (seed, offset) on each"
+            )
+        rng = draw_rng(q.device)
+    extras = extras._replace(dropout_rng=rng if p else None, captured=modifiers.captured)
+    call = check(
+        q,
+        k,
+        v=v,
+        extras=extras,
+        numbers=scalars[:2],
+        align=check_causal(causal),
+        window=(scalars.left, scalars.right),
+        deterministic=check_flag("deterministic", deterministic),
+        dropout_p=p,
+        mods=modifiers.mods,
+    )
+    for name, x in (("q", q), ("k", k)):
+        if x.shape[1] != layout.tokens:
+            raise ArgumentError(
+                f"{name} has shape {tuple(x.shape)}, {x.shape[1]} tokens: rank {layout.rank} has "
+                f"{layout.tokens} tokens of {layout.seqlen} in this layout; deal them with "
+                "layout.shard"
+            )
+    slopes = extras.alibi_slopes
+    if layout.cu_seqlens is not None and slopes is not None and slopes.dim() == 2:
+        raise NotImplementedError(
+            "alibi_slopes of shape (batch, nheads) with documents: pass shape (nheads,)"
+        )
+    check_backend(backend)
+    if layout.ranks > 1:
+        refuse_captured_gradients(modifiers)
+    checked = ShardCall(
+        layout,
+        scalars=call.scalars,
+        extras=extras,
+        align=call.problem.align,
+        mods=modifiers.mods,
+        deterministic=call.problem.deterministic,
+        backend=backend,
+        bitwise=check_flag("bitwise", bitwise),
+        learns=learns or ops.needs_grad(q, k, v, getattr(extras, LEARNED)),
+    )
+    names = zip("qkv", (q, k, v))
+    shapes = [f"{name} {(x.shape[0], layout.seqlen, *x.shape[2:])}" for name, x in names]
+    shapes.append(str(q.dtype).removeprefix("torch."))
+    return checked._replace(signature=_signature(checked, shapes, causal=causal, written=scalars))
+
+
+def index_sizes(layout: Layout, q: Tensor) -> tuple[int, int, int, int]:
+    """Returns batch, heads and lengths as masks and score functions count them; 0 for those of
+    documents.
+    """
+    if layout.cu_seqlens is None:
+        return q.shape[0], q.shape[2], layout.seqlen, layout.seqlen
+    return q.shape[0] * (len(layout.cu_seqlens) - 1), q.shape[2], 0, 0
+
+
+def refuse_captured_gradients(modifiers: FlatMods) -> None:
+    """Refuses captured tensors that want gradients."""
+    if any(x.requires_grad for x in modifiers.captured):
+        raise NotImplementedError(
+            "a score_mod that captured a tensor that requires a gradient: no method of "
+            "tilewise.distributed computes it yet, so detach() the tensor"
+        )
+
+
+def _signature(call: ShardCall, shapes: list[str], *, causal: bool | str, written: Scalars) -> str:
+    """Writes the call as a text, without the tokens, of which each rank has its own number."""
+    layout, rng = call.layout, call.extras.dropout_rng
+    if rng is not None:  # what is on a GPU is not read: that would wait for it
+        rng = tuple(rng.tolist()) if rng.device.type == "cpu" else "of the device"
+    options: dict[str, Any] = written._asdict() | dict(left=None, right=None)
+    options["dropout_p"] = written.dropout_p or None
+    for name, x in zip(Extras._fields, call.extras.optional):
+        options[name] = rng if name == "dropout_rng" else x if x is None else tuple(x.shape)
+    options["mask_mod"] = _digest(serialize(call.mods.mask))
+    options["score_mod"] = _digest(serialize(call.mods.score))
+    options["bitwise"] = None if call.bitwise else False
+    parts = [
+        *shapes,
+        f"{layout.kind} over {layout.ranks} ranks ({_layout_digest(layout)})",
+        f"causal={causal}, window={tuple(call.band)}",
+        "with a gradient" if call.learns else "without a gradient",
+        *(f"{name}={value}" for name, value in options.items() if value is not None),
+    ]
+    return ", ".join(parts)
+
+
+@functools.lru_cache(maxsize=1024)
+def _layout_digest(layout: Layout) -> str | None:
+    return _digest(repr((layout.runs, layout.cu_seqlens)))
+
+
+def _digest(text: str) -> str | None:
+    """Shortens a text to a few letters, which are the same in every process; None if empty."""
+    return f"{zlib.crc32(text.encode()):08x}" if text else None
