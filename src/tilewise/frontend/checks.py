@@ -13,7 +13,7 @@ from torch._C._functorch import peek_interpreter_stack
 
 from ..errors import OURS, ArgumentError, Words, a_type
 from ..features import FEATURES
-from ..mods.flat import take_apart
+from ..mods.flat import captured_by_score
 from ..problem import NO_MODS, OPTIONAL, Call, Extras, Mods, Scalars, describe
 from ..switches import is_on
 from ..tile.dropout_numbers import check_dropout
@@ -44,7 +44,7 @@ def check(
     check_extras(q, k, extras=extras, words=words)
     check_dropout(dropout_p)
     if deterministic and mods.score:
-        check_order(take_apart(mods, extras.captured).score)
+        check_order(captured_by_score(mods, extras.captured))
     scale, softcap = check_numbers(scale, softcap, headdim=q.shape[3], dtype=q.dtype, words=words)
     scalars = Scalars(scale, softcap, left=left, right=right, dropout_p=float(dropout_p))
     flags: Any = dict(align=align, deterministic=deterministic, mods=mods, is_long=is_long)

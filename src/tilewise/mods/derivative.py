@@ -106,7 +106,7 @@ def _negative(x: Node) -> Node:
 
 def _product(slope: Node, factor: Node) -> Node:
     """A slope times something: 0 whatever the factor is, infinity too. Constants come first, as
-    one: the derivative of a softcap then is 1 - tanh^2.
+    one: that of cap * tanh(score / cap) then is 1 - tanh^2.
     """
     if slope == ZERO:
         return ZERO

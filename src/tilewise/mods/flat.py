@@ -5,6 +5,7 @@ tensors (`Extras.captured`). `flatten` makes them of masks and score functions.
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,6 @@ from .block_checks import BlockLists, check_block, check_form
 from .expressions import INDICES, INT, MAX_SIZES, Node, loads_of, lookup, nodes_of, slots_of
 
 Tensor = torch.Tensor
-Sides = tuple[BlockLists, BlockLists]  # of n_blocks per m_block, and the transpose
 BLOCK_TENSORS = 8  # of a block mask: counts and indices, partial and full, by queries and by keys
 
 
@@ -27,15 +27,6 @@ class FlatMods(NamedTuple):
 
 
 NO_MODIFIERS = FlatMods()
-
-
-class Parts(NamedTuple):
-    """`Extras.captured`, taken apart again."""
-
-    partial: Sides | None
-    full: Sides | None
-    mask: tuple[Tensor, ...]
-    score: tuple[Tensor, ...]
 
 
 def check_lengths(sizes: dict[str, int]) -> None:
@@ -66,16 +57,15 @@ def check_captured(names: Mods, q: Tensor, k: Tensor, extras: Extras) -> None:
     if cu_seqlens is not None:
         sizes |= {"b": cu_seqlens.shape[0] - 1, "q_idx": 0, "k_idx": 0}
     check_lengths(sizes)
-    functions, of_mask = captured, count_tensors(names.mask)
     if names.block != NO_MODS.block:
         _check_blocks(names, captured, sizes=sizes)
-        functions = captured[BLOCK_TENSORS:]
+    of_score = captured_by_score(names, captured)
     if bool(names.score) != bool(names.derivative):
         raise ArgumentError("a score_mod and its score_derivative go together: pass both, or none")
     for argument, name, tensors in (
-        ("mask_mod", names.mask, functions[:of_mask]),
-        ("score_mod", names.score, functions[of_mask:]),
-        ("score_derivative", names.derivative, functions[of_mask:]),
+        ("mask_mod", names.mask, captured_by_mask(names, captured)),
+        ("score_mod", names.score, of_score),
+        ("score_derivative", names.derivative, of_score),
     ):
         for load in loads_in(name):
             _check_load(argument, load, tensors=tensors, sizes=sizes)
@@ -118,31 +108,37 @@ def _check_blocks(names: Mods, captured: tuple[Tensor, ...], sizes: dict[str, in
             f"mask_block={names.block} and {len(captured)} captured tensors: a block mask has "
             f"{BLOCK_TENSORS}, of BlockMask.partial, full and transposed"
         )
-    blocks = [-(-sizes[axis] // size) for axis, size in zip(("q_idx", "k_idx"), names.block)]
-    for name, by_queries_and_keys in zip(("partial", "full"), _lists_in(captured)):
-        for lists, n, axis in zip(by_queries_and_keys, blocks, ("by queries", "by keys")):
-            shape = tuple(lists.counts.shape)
-            rows = (*(x if x == 1 else sizes[y] for x, y in zip(shape, "bh")), n)
-            if not all(isinstance(x, int) for x in (*shape, *rows)):
-                rows = shape  # a compiler's symbols were compared when the mask was made
-            check_form(f"{name}, {axis},", lists, rows=rows)
+    m_blocks, n_blocks = (-(-sizes[i] // size) for i, size in zip(("q_idx", "k_idx"), names.block))
+    names_of_lists = itertools.product(("by queries", "by keys"), ("partial", "full"))
+    for lists, (axis, name) in zip(block_lists(names, captured), names_of_lists):
+        shape = tuple(lists.counts.shape)
+        blocks = m_blocks if axis == "by queries" else n_blocks
+        rows = (*(x if x == 1 else sizes[y] for x, y in zip(shape, "bh")), blocks)
+        if not all(isinstance(x, int) for x in (*shape, *rows)):
+            rows = shape  # a compiler's symbols were compared when the mask was made
+        check_form(f"{name}, {axis},", lists, rows=rows)
 
 
-def take_apart(names: Mods, captured: tuple[Tensor, ...]) -> Parts:
-    """Splits the captured tensors by the function that captured them."""
-    partial = full = None
-    if names.block != (0, 0):
-        partial, full = _lists_in(captured)
-        captured = captured[BLOCK_TENSORS:]
-    of_mask = count_tensors(names.mask)
-    return Parts(partial, full, mask=captured[:of_mask], score=captured[of_mask:])
+def block_lists(names: Mods, captured: tuple[Tensor, ...]) -> list[BlockLists]:
+    """The lists of a block mask in the order of `BlockMask.lists`; none without one."""
+    blocks = captured[: _start(names)]
+    return [BlockLists(counts, indices) for counts, indices in zip(blocks[::2], blocks[1::2])]
 
 
-def _lists_in(captured: tuple[Tensor, ...]) -> tuple[Sides, Sides]:
-    """The lists that come first, partial and full."""
-    blocks = captured[:BLOCK_TENSORS]
-    lists = [BlockLists(counts, indices) for counts, indices in zip(blocks[::2], blocks[1::2])]
-    return (lists[0], lists[2]), (lists[1], lists[3])
+def captured_by_mask(names: Mods, captured: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The tensors of `Extras.captured` that the mask function reads."""
+    start = _start(names)
+    return captured[start : start + count_tensors(names.mask)]
+
+
+def captured_by_score(names: Mods, captured: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The tensors of `Extras.captured` that the score function reads."""
+    return captured[_start(names) + count_tensors(names.mask) :]
+
+
+def _start(names: Mods) -> int:
+    """Where the functions' tensors begin, behind a block mask's lists."""
+    return 0 if names.block == NO_MODS.block else BLOCK_TENSORS
 
 
 @functools.lru_cache(maxsize=1024)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, Self, overload
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -14,7 +14,6 @@ from .flat import check_lengths
 from .symbols import Symbol
 
 Tensor = torch.Tensor
-Index = Tensor | int
 LENGTHS = {"b": "batch", "h": "nheads", "q_idx": "seqlen_q", "k_idx": "seqlen_k"}  # in messages
 
 
@@ -86,15 +85,7 @@ class TracedFunction:
             )
         return device
 
-    @overload
-    def _value(
-        self, b: Index, h: Index, q_idx: Index, kv_idx: Index, score: Tensor | None = None
-    ) -> Tensor: ...
-
-    @overload
-    def _value(self, b, h, q_idx, kv_idx, score=None) -> Any: ...  # a Symbol
-
-    def _value(self, b, h, q_idx, kv_idx, score=None):
+    def _value(self, b, h, q_idx, kv_idx, score=None) -> Any:
         """The value in torch; inside another function, a part of it."""
         leaves = {"b": b, "h": h, "q_idx": q_idx, "k_idx": kv_idx}
         leaves |= {} if score is None else {"score": score}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import operator
 from collections.abc import Callable
 from typing import ClassVar
@@ -21,7 +20,6 @@ Predicate = Callable[..., Tensor | Symbol | bool]
 DENSE_LIMIT = 1 << 26  # bools that `dense` will make
 
 
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Mask(TracedFunction):
     """A mask: its predicate as an expression tree, and the tensors that it captured; made by `mask`
     and the named masks.

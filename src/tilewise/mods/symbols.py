@@ -5,7 +5,7 @@ either passed to the tracer or refused with a remedy.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -26,21 +26,6 @@ class Tracer(Protocol):
     def splice(self, expr: Node, leaves: dict[str, Symbol], tensors: tuple) -> Symbol: ...
 
 
-BINARY = {
-    **{"add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%"},
-    **{"lshift": "<<", "rshift": ">>", "and": "&", "or": "|", "xor": "^"},
-}
-
-
-def _binary(name: str) -> tuple[Callable[..., Symbol], Callable[..., Symbol]]:
-    """An operator of two, by its first and by its second."""
-    op = BINARY[name]
-    return (
-        lambda self, other: self.tracer.build(op, (self, other)),
-        lambda self, other: self.tracer.build(op, (other, self)),
-    )
-
-
 class Row:
     """Part of a captured tensor, which the first of its dimensions were indexed for."""
 
@@ -59,18 +44,6 @@ class Symbol:
     __hash__ = None  # pyright: ignore[reportAssignmentType]  # == gives a symbol
     __array_ufunc__ = None  # numpy's numbers leave their operators to us
 
-    __add__, __radd__ = _binary("add")
-    __sub__, __rsub__ = _binary("sub")
-    __mul__, __rmul__ = _binary("mul")
-    __truediv__, __rtruediv__ = _binary("truediv")
-    __floordiv__, __rfloordiv__ = _binary("floordiv")
-    __mod__, __rmod__ = _binary("mod")
-    __lshift__, __rlshift__ = _binary("lshift")
-    __rshift__, __rrshift__ = _binary("rshift")
-    __and__, __rand__ = _binary("and")
-    __or__, __ror__ = _binary("or")
-    __xor__, __rxor__ = _binary("xor")
-
     def __init__(self, node: Node, tracer: Tracer):
         self.node, self.tracer = node, tracer
 
@@ -85,15 +58,6 @@ class Symbol:
 
     def __repr__(self) -> str:
         return expressions.describe(self.node)
-
-    def __invert__(self) -> Symbol:
-        return self.tracer.build("~", [self])
-
-    def __neg__(self) -> Symbol:
-        return self.tracer.build("neg", [self])
-
-    def __abs__(self) -> Symbol:
-        return self.tracer.build("abs", [self])
 
     def new_ones(self, size, *, dtype=None) -> Symbol:
         """The constant 1, or True, as `and_masks` of FlexAttention begins with."""
@@ -137,6 +101,11 @@ def no_meaning(tracer: Tracer, what: str, remedy: str = "") -> ArgumentError:
     )
 
 
+# By the names of methods
+BINARY = {
+    **{"add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%"},
+    **{"lshift": "<<", "rshift": ">>", "and": "&", "or": "|", "xor": "^"},
+}
 COMPARED = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
 UNARY = {"invert": "~", "neg": "neg", "abs": "abs"}
 TRUTH = (
@@ -162,10 +131,16 @@ REFUSED = {
 
 
 def _attach() -> None:
-    """Comparisons and what is refused, onto Symbol."""
+    """The operators, and what is refused, onto Symbol."""
 
-    def compared(op):
+    def of_two(op):
         return lambda self, other: self.tracer.build(op, (self, other))
+
+    def of_two_swapped(op):
+        return lambda self, other: self.tracer.build(op, (other, self))
+
+    def of_one(op):
+        return lambda self: self.tracer.build(op, (self,))
 
     def refused(subject, remedy):
         def refuse(self, *_):
@@ -173,8 +148,12 @@ def _attach() -> None:
 
         return refuse
 
-    for name, op in COMPARED.items():
-        setattr(Symbol, f"__{name}__", compared(op))
+    for name, op in (BINARY | COMPARED).items():
+        setattr(Symbol, f"__{name}__", of_two(op))
+    for name, op in BINARY.items():
+        setattr(Symbol, f"__r{name}__", of_two_swapped(op))
+    for name, op in UNARY.items():
+        setattr(Symbol, f"__{name}__", of_one(op))
     for name, (subject, remedy) in REFUSED.items():
         setattr(Symbol, f"__{name}__", refused(subject, remedy))
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -287,15 +287,7 @@ def maximum(x, y):
     return _choose("maximum", x, y)
 
 
-@overload
-def _choose(op: str, *values: Tensor | float) -> Tensor: ...
-
-
-@overload
-def _choose(op: str, *values: object) -> Any: ...  # a Symbol
-
-
-def _choose(op: str, *values):
+def _choose(op: str, *values) -> Any:
     for value in values:
         if isinstance(value, Symbol):
             return value.tracer.build(op, values)

@@ -16,7 +16,7 @@ from .. import dispatch
 from ..emulation import emulator_seed, use_interpreter
 from ..errors import ArgumentError
 from ..mods.derivative import by_loads
-from ..mods.flat import take_apart
+from ..mods.flat import captured_by_score
 from ..problem import Call, Extras, Saved, extras_of
 from . import vmap as batching
 from .operators import parts_of, problem_from
@@ -46,7 +46,7 @@ def gradients(
     mods = call.problem.mods
     if not mods.score or not any(needs):
         return tuple(grads)
-    first = len(grads) - len(take_apart(mods, extras.captured).score)
+    first = len(grads) - len(captured_by_score(mods, extras.captured))
     differentiable = {load.value[0] for load, _ in by_loads(mods.score)}
     wanted = [i for i in sorted(differentiable) if needs[first + i]]
     if wanted:
@@ -116,7 +116,7 @@ def _of_score(args: tuple) -> tuple[tuple[Tensor, ...], list[int]]:
     saved, extras, options, wanted = _parts_of(args)
     problem = problem_from((saved.q, saved.k, saved.v), extras, options=options)
     _check_wanted(problem.mods.score, wanted)
-    return take_apart(problem.mods, extras.captured).score, wanted
+    return captured_by_score(problem.mods, extras.captured), wanted
 
 
 def _fake(args: tuple):

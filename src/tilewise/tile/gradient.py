@@ -33,5 +33,5 @@ def natural_probabilities(s, lse, rest):
 
 @triton.jit
 def score_gradient(p, dp_minus_delta, derivative):
-    """dS of the same tile; `derivative` is the score's, 1.0 without softcap."""
+    """dS of the same tile; `derivative` is the score's, as `Score` has it."""
     return p * dp_minus_delta * derivative

@@ -10,7 +10,7 @@ import torch
 
 from ...mods.block_checks import BlockLists
 from ...mods.ends import says_ends
-from ...mods.flat import Parts, take_apart
+from ...mods.flat import block_lists, captured_by_mask, captured_by_score
 from ...problem import NO_EXTRAS, NO_MODS, Extras, Mods, Problem, Scalars
 from ...tile.dropout_numbers import factor_of, threshold_of
 from ...tile.types import Bias, Features, Lists, Modifiers, Numbers, Optionals, Sizes, Strided
@@ -141,12 +141,11 @@ def optionals_of(extras: Extras, mods: Mods = NO_MODS) -> Optionals:
         return optionals
     from ...mods.codegen import captured_of
 
-    parts = take_apart(mods, captured)
-    by_queries, by_keys = lists_of(parts)
+    by_queries, by_keys = lists_of(block_lists(mods, captured))
     modifiers = Modifiers(
         bias=0 if bias is None else bias_of(bias),
-        mask_tensors=captured_of(parts.mask) or 0,
-        score_tensors=captured_of(parts.score) or 0,
+        mask_tensors=captured_of(captured_by_mask(mods, captured)) or 0,
+        score_tensors=captured_of(captured_by_score(mods, captured)) or 0,
         by_queries=by_queries,
         by_keys=by_keys,
     )
@@ -164,11 +163,11 @@ def bias_of(x: Tensor) -> Bias:
     return Bias._make((x, *strides))
 
 
-def lists_of(parts: Parts) -> tuple[Lists | int, Lists | int]:
+def lists_of(lists: list[BlockLists]) -> tuple[Lists | int, Lists | int]:
     """The lists of a block mask as kernels take them, by queries and by keys."""
-    if parts.partial is None:
+    if not lists:
         return 0, 0
-    (queries, keys), (full_queries, full_keys) = parts.partial, parts.full
+    queries, full_queries, keys, full_keys = lists
     query_blocks, key_blocks = queries.counts.shape[2], keys.counts.shape[2]
     return _lists(queries, full_queries, key_blocks), _lists(keys, full_keys, query_blocks)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from ...mods.derivative import by_loads
-from ...mods.flat import take_apart
+from ...mods.flat import captured_by_score
 from ...problem import Between, Extras, Grads, Problem, Saved, Scalars
 from ..common.outputs import around, empty_grads, empty_out
 from ..common.quantized import Lengths, Quantized
@@ -150,7 +150,7 @@ def captured_grads(
         problem = problem._replace(dtype=exact)
         out, lse = forward(problem, q, k=k, v=v, extras=extras, scalars=scalars)
         saved = Saved(dout, saved.dlse, q=q, k=k, v=v, out=out, lse=lse)
-    tensors = take_apart(problem.mods, extras.captured).score
+    tensors = captured_by_score(problem.mods, extras.captured)
     grads = {i: torch.zeros_like(tensors[i], dtype=exact) for i in wanted}
     targets = tuple(
         Target(load, slope, grad=grads[load.value[0]])

@@ -13,7 +13,7 @@ import torch
 
 from ...features import FEATURES
 from ...mods.expressions import Node
-from ...mods.flat import Parts, take_apart
+from ...mods.flat import captured_by_mask, captured_by_score
 from ...problem import INPUTS, NO_EXTRAS, OPEN, Extras, Grads, Mods, Problem, Scalars
 
 Tensor = torch.Tensor
@@ -38,7 +38,8 @@ class Modifiers(NamedTuple):
 
     first: int  # the index of the first row of the batch, or of a packed sequence
     mods: Mods
-    parts: Parts  # captured tensors
+    of_mask: tuple[Tensor, ...]  # captured tensors
+    of_score: tuple[Tensor, ...]
     extras: Extras  # with the bias of these rows of the batch
     scalars: Scalars
     targets: tuple[Target, ...] = ()
@@ -80,11 +81,15 @@ def make_dense(
         right = OPEN
     modifiers = None
     if problem.is_modified:
-        parts = take_apart(problem.mods, extras.captured)
-        extras = extras._replace(bias=rows_of(extras.bias, row))
-        first += row.start or 0
+        mods, captured = problem.mods, extras.captured
         modifiers = Modifiers(
-            first, problem.mods, parts=parts, extras=extras, scalars=scalars, targets=targets
+            first + (row.start or 0),
+            mods,
+            of_mask=captured_by_mask(mods, captured),
+            of_score=captured_by_score(mods, captured),
+            extras=extras._replace(bias=rows_of(extras.bias, row)),
+            scalars=scalars,
+            targets=targets,
         )
     return Dense(
         q=q.transpose(1, 2),

@@ -55,7 +55,7 @@ def derivative_of(s: Tensor, tile: TileIndices) -> list[Tensor]:
     mods, s = tile.modifiers.mods, tile.view(s)
     if not mods.score:
         return []
-    derivative = tile.evaluate(lookup(mods.derivative), tile.modifiers.parts.score, score=s)
+    derivative = tile.evaluate(lookup(mods.derivative), tile.modifiers.of_score, score=s)
     return [derivative.to(s.dtype).expand_as(s).clone().flatten(0, 1).flatten(1, 2)]
 
 
@@ -64,11 +64,11 @@ def apply(s: Tensor, tile: TileIndices) -> None:
     modifiers, s = tile.modifiers, tile.view(s)
     mods = modifiers.mods
     if mods.score:
-        s.copy_(tile.evaluate(lookup(mods.score), modifiers.parts.score, score=s))
+        s.copy_(tile.evaluate(lookup(mods.score), modifiers.of_score, score=s))
     if modifiers.extras.bias is not None:
         s.add_(of_bias(modifiers.extras.bias, tile))
     if mods.mask:
-        s.masked_fill_(~tile.evaluate(lookup(mods.mask), modifiers.parts.mask), -math.inf)
+        s.masked_fill_(~tile.evaluate(lookup(mods.mask), modifiers.of_mask), -math.inf)
 
 
 def of_bias(bias: Tensor, tile: TileIndices) -> Tensor:
@@ -84,7 +84,7 @@ def of_bias(bias: Tensor, tile: TileIndices) -> Tensor:
 def slopes_of(s: Tensor, tile: TileIndices) -> list[Tensor]:
     """Derivatives of the score function by what it reads at each target, before `apply`."""
     modifiers, s = tile.modifiers, tile.view(s)
-    slopes = (tile.evaluate(x.slope, modifiers.parts.score, score=s) for x in modifiers.targets)
+    slopes = (tile.evaluate(x.slope, modifiers.of_score, score=s) for x in modifiers.targets)
     return [
         slope.clone() for slope in slopes
     ]  # one may be the score itself, which changes in place
@@ -95,7 +95,7 @@ def add_captured(ds: Tensor, slopes: list[Tensor], tile: TileIndices) -> None:
     modifiers, ds = tile.modifiers, tile.view(ds)
     for target, slope in zip(modifiers.targets, slopes):
         share = torch.where(ds == 0, 0, ds * slope)  # masked: a slope may be inf
-        index = [tile.evaluate(node, modifiers.parts.score) for node in target.load.inputs]
+        index = [tile.evaluate(node, modifiers.of_score) for node in target.load.inputs]
         index = [x.clamp(0, n - 1) for x, n in zip(index, target.grad.shape)]
         shape = torch.broadcast_shapes(*(x.shape for x in index))
         shape = (1,) * (share.dim() - len(shape)) + tuple(shape)

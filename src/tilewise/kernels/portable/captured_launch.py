@@ -9,7 +9,7 @@ import torch
 from ...mods.codegen import captured_of, function_of, place_function_of
 from ...mods.derivative import by_loads
 from ...mods.expressions import Node, intern, nodes_of
-from ...mods.flat import take_apart
+from ...mods.flat import captured_by_score
 from ...problem import Extras, Problem, Saved, Scalars
 from ..common.arguments import strided
 from ..common.operand import Operand, names_of, operands_of
@@ -30,7 +30,7 @@ def captured_grads(
     tensors = *saved, *extras.tensors
     operands = operands_of(BACKWARD, tensors)
     sums = captured_program(problem, scalars, wanted, **operands)(tensors)
-    captured = take_apart(problem.mods, extras.captured).score
+    captured = captured_by_score(problem.mods, extras.captured)
     return [x.to(captured[i].dtype) for i, x in zip(wanted, sums)]
 
 
@@ -51,7 +51,7 @@ def captured_program(
         TorchStep(scale_dout, ("scaled", "dout", "rest")),
         TorchStep(mask_dlse, ("masked_dlse", "lse", "dlse")),
     ]
-    captured = take_apart(problem.mods, extras.captured).score
+    captured = captured_by_score(problem.mods, extras.captured)
     sums = {i: sum_of(f"sum[{i}]", captured[i], lse.dtype) for i in wanted}
     saved = saved._replace(dout=scaled)
     stats = lse, masked, of_rest.args["rest"]
