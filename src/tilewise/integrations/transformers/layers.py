@@ -146,4 +146,4 @@ def _plain(function):
 
 def _names_of(code: types.CodeType) -> set[str]:
     inner = (const for const in code.co_consts if isinstance(const, types.CodeType))
-    return set(code.co_names).union(*(_names_of(const) for const in inner))
+    return {*code.co_names, *(name for const in inner for name in _names_of(const))}

@@ -13,6 +13,7 @@ from triton.experimental.gluon import language as gl
 from ....hardware import REGISTERS
 from ....problem import Problem
 from ....tile.paging import batch_of, capacity
+from ....tile.split_kv import SplitState
 from ....tile.split_schedule import SplitSizes
 from ....tile.types import SplitPipeline, Strided, Table
 from ...common.alignment import ALIGNMENT, CACHE, misplaced
@@ -30,7 +31,7 @@ from ..launch import Launch
 from ..tile_counter import tile_counters
 from . import eight_bits
 from .kernel import hopper_decode_kernel
-from .rows import Output, States
+from .rows import Output
 from .scales import Scales
 from .tiles import CACHES, ROWS, tile_of
 from .work import Counters
@@ -164,10 +165,10 @@ def tile_for(
     )
 
 
-def partials_of(work: Workspace, rows: int, headdim_v: int) -> States:
+def partials_of(work: Workspace, rows: int, headdim_v: int) -> SplitState:
     """Room for so many rows of partial states."""
     m_i, l_i = (work.add(name, (rows,)) for name in ("m_i", "l_i"))
-    return States(work.add("acc_o", (rows, headdim_v)), m_i, l_i)
+    return SplitState(work.add("acc_o", (rows, headdim_v)), m_i, l_i)
 
 
 def described(cached: Cached, tile: SplitPipeline) -> list[DescriptorFields | Strided]:

@@ -26,16 +26,8 @@ class Output(NamedTuple):
 
     out: Any  # Strided
     lse: gl.tensor
-    partials: Any  # States
+    partials: Any  # SplitState of memory, fp32, by the rows of `partial_row`
     tail: Any  # `out` where its rows of no sequence are to be cleared, or None
-
-
-class States(NamedTuple):
-    """Partial states, fp32, by the rows of `partial_row`."""
-
-    acc_o: Any  # (rows, headdim_v)
-    m_i: Any
-    l_i: Any
 
 
 @gluon.jit
