@@ -106,7 +106,7 @@ def test_ranks_that_have_a_part(layout, band):
     bits = [[r for r in range(layout.ranks) if x >> r & 1] for x in of.shared[:, 0].tolist()]
     assert bits == [ranks[i] for i in of.shared[:, 1].tolist()]
     for x in of.slices:
-        found = [(rank, i) for rank, a, b in x.parts for i in range(a, b)]
+        found = [(r, i) for r, runs in enumerate(x.parts) for a, b in runs for i in range(a, b)]
         expected = [(rank, i) for i, y in enumerate(bits[x.first : x.stop]) for rank in y]
         assert found == sorted(expected)
 

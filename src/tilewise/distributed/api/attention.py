@@ -110,11 +110,13 @@ def attention(
             spec = known_calls.known_call(entry, layout, arena=arena)
             if spec is not None and spec.prepared is not None:
                 is_packed, chosen = q.dim() == 3, spec.prepared.method
-                q, k, v = _ordered(q, k, v, order=order, is_packed=is_packed)
+                q, k, v = _ordered(q, k, v=v, order=order, is_packed=is_packed)
                 if not (alibi_slopes is None and sinks is None):
                     spec = spec._replace(extras=Extras(alibi_slopes, sinks))
                 with unsharded():
-                    out, lse = attend(arena, spec, q, k, v, method=chosen, return_lse=return_lse)
+                    out, lse = attend(
+                        arena, spec, q=q, k=k, v=v, method=chosen, return_lse=return_lse
+                    )
                 return _restored(out, lse if return_lse else None, order=order, is_packed=is_packed)
         layout = check_layout(layout)
         for name, x in (("q", q), ("k", k), ("v", v)):
@@ -134,7 +136,7 @@ def attention(
             alibi_slopes, sinks, dropout_rng = resolved((alibi_slopes, sinks, dropout_rng))
         with contextlib.nullcontext() if is_traced else unsharded():
             _refuse(others)
-            q, k, v = _ordered(q, k, v, order=order, is_packed=is_packed)
+            q, k, v = _ordered(q, k, v=v, order=order, is_packed=is_packed)
             check_rank(q, k, v=v)
             check_causal(causal)
             left, right = band(window, causal is not False)
@@ -150,14 +152,14 @@ def attention(
                 bitwise=bitwise,
             )
             if is_traced:
-                out, lse = operator.attention(layout, q, k, v=v, method=method, **arguments)
+                out, lse = operator.attention(layout, q, k=k, v=v, method=method, **arguments)
             else:
                 arena = arena_for(layout, q.device)
                 return_lse = check_flag("return_lse", return_lse)
-                spec = sharded_call(layout, q, k, v=v, **arguments)
-                chosen = choose(spec, q, k, v, method=method)
+                spec = sharded_call(layout, q, k=k, v=v, **arguments)
+                chosen = choose(spec, q, k=k, v=v, method=method)
                 spec = known_calls.keep(entry, spec, arena=arena, method=chosen)
-                out, lse = attend(arena, spec, q, k, v, method=chosen, return_lse=return_lse)
+                out, lse = attend(arena, spec, q=q, k=k, v=v, method=chosen, return_lse=return_lse)
         lse = lse if return_lse else None
         return _restored(out, lse, order=order, is_packed=is_packed, places=places)
 

@@ -32,7 +32,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, module: Any, arena: Arena, spec: ShardCall, q, k, v, learned):
-        out, lse = module.forward(arena, spec, q, k, v)
+        out, lse = module.forward(arena, spec, q=q, k=k, v=v)
         ctx.module, ctx.arena, ctx.spec = module, arena, spec
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.set_materialize_grads(False)
@@ -57,12 +57,12 @@ def attend(
 ) -> tuple[Tensor, Tensor | None]:
     """Computes `out` and, on request, `lse` of a rank's rows, by a method that was chosen."""
     if arena is None:
-        return whole.alone(spec, q, k, v)
+        return whole.alone(spec, q, k=k, v=v)
     if method == "heads":
-        return heads.attend(arena, spec, q, k, v, return_lse=return_lse)
+        return heads.attend(arena, spec, q=q, k=k, v=v, return_lse=return_lse)
     module = stream if method == "stream" else ring
     if spec.prepared is not None and not spec.learns:
-        return module.forward(arena, spec, q, k, v)
+        return module.forward(arena, spec, q=q, k=k, v=v)
     apply = _Attention.apply if spec.prepared is None else _apply_eagerly
     return apply(module, arena, spec, q, k, v, getattr(spec.extras, LEARNED))
 
@@ -71,7 +71,7 @@ def backward(arena: Arena | None, spec: ShardCall, saved: Saved, *, method: str)
     """Computes the gradients of `attend`, of its inputs and outputs."""
     if arena is None:
         return whole.alone_backward(spec, saved)
-    return METHODS[method].backward(arena, spec, saved)
+    return METHODS[method].backward(arena, spec, saved=saved)
 
 
 def choose(spec: ShardCall, q: Tensor, k: Tensor, v: Tensor, *, method: str | None) -> str:

@@ -23,31 +23,22 @@ from ..layouts.layout import Layout
 Tensor = torch.Tensor
 
 
-class Dims(NamedTuple):
-    """Where a tensor has batch, tokens and heads; -1 for nowhere."""
-
-    batch: int
-    tokens: int
-    heads: int
-
-
 class Places(NamedTuple):
     """How the tensors of a call lie on their mesh."""
 
     mesh: Any
     inputs: tuple[Any, ...]  # the placements of q, k, v and out
-    dims: Dims
-    out: tuple[int, ...]  # the shape of the whole
+    order: str  # their dimensions: batch, s for tokens, heads, d for headdim
+    out: dict[str, int]  # the sizes of the whole out, by dimension
 
-    def of(self, dims: Dims, default: Any) -> list[Any]:
-        """Returns the placements for other dimensions; `default` where one of them is not there."""
+    def of(self, order: str, default: Any) -> list[Any]:
+        """Returns the placements of a tensor of other dimensions; `default` where it lacks one."""
         from torch.distributed.tensor import Shard
 
-        to = dict(zip(self.dims, dims))
-        shards = [to[x.dim] if x.is_shard() else None for x in self.inputs]
+        names = [self.order[x.dim] if x.is_shard() else None for x in self.inputs]
         return [
-            x if dim is None else default if dim < 0 else Shard(dim)
-            for x, dim in zip(self.inputs, shards)
+            x if name is None else Shard(order.index(name)) if name in order else default
+            for x, name in zip(self.inputs, names)
         ]
 
 
@@ -70,22 +61,22 @@ def places_of(layout: Layout, q: Any, k: Any, v: Any, *, order: str) -> Places:
                 f"{name} is placed as {x.placements} on {x.device_mesh} and q as {placements} on "
                 f"{mesh}: they must have one mesh and placements, so redistribute them"
             )
-    dims = Dims(0, tokens=1, heads=2) if order == "bshd" else Dims(0, tokens=2, heads=1)
-    dims = Dims(-1, tokens=0, heads=1) if q.dim() == 3 else dims
+    order = "shd" if q.dim() == 3 else order
+    heads = order.index("h")
     for i, x in enumerate(placements):
-        if not x.is_replicate() and not (x.is_shard() and x.dim in dims):
+        if not x.is_replicate() and not (x.is_shard() and order[x.dim : x.dim + 1] in tuple("bsh")):
             raise NotImplementedError(
                 f"q, k and v are placed as {placements}: only batch, tokens and heads may be "
                 "sharded, not headdim, and none may be Partial; redistribute them"
             )
-        if x.is_shard() and x.dim == dims.tokens:
+        if x.is_shard() and order[x.dim] == "s":
             _check_ranks(layout, mesh, dim=i)
-        if x.is_shard() and x.dim == dims.heads and k.shape[dims.heads] % mesh.size(i):
+        if x.is_shard() and x.dim == heads and k.shape[heads] % mesh.size(i):
             raise NotImplementedError(
-                f"{k.shape[dims.heads]} key heads cannot be sharded evenly over {mesh.size(i)} "
+                f"{k.shape[heads]} key heads cannot be sharded evenly over {mesh.size(i)} "
                 "ranks: replicate the heads"
             )
-    return Places(mesh, placements, dims=dims, out=(*q.shape[:-1], v.shape[-1]))
+    return Places(mesh, placements, order=order, out=dict(zip(order, q.shape[:-1] + v.shape[-1:])))
 
 
 def _check_ranks(layout: Layout, mesh: Any, *, dim: int) -> None:
@@ -106,9 +97,9 @@ def of_heads(places: Places, x: Any, *, is_learned: bool) -> Any:
         return x
     from torch.distributed.tensor import Partial, Replicate
 
-    dims = Dims(-1, tokens=-1, heads=0) if x.dim() == 1 else Dims(0, tokens=-1, heads=1)
-    grads = places.of(dims, Partial()) if is_learned else None
-    redistributed = x.redistribute(places.mesh, places.of(dims, Replicate()))
+    order = "h" if x.dim() == 1 else "bh"
+    grads = places.of(order, Partial()) if is_learned else None
+    redistributed = x.redistribute(places.mesh, places.of(order, Replicate()))
     return redistributed.to_local(grad_placements=grads)
 
 
@@ -116,9 +107,9 @@ def check_indices(places: Places, mask_mod: Any, score_mod: Any, *, dropout_p: f
     """Refuses functions and dropout that use the numbers of sharded heads or rows in the whole."""
     modifiers = modifiers_of(mask_mod, score_mod, None, (0, 0, 0, 0))
     used = indices_used(modifiers.mods)
-    sharded = {x.dim for x in places.inputs if x.is_shard()}
-    for name, index, dim in (("rows of the batch", "b", 0), ("heads", "h", places.dims.heads)):
-        if dim in sharded and dim >= 0 and (index in used or dropout_p):
+    sharded = {places.order[x.dim] for x in places.inputs if x.is_shard()}
+    for name, index in (("rows of the batch", "b"), ("heads", "h")):
+        if index in sharded and (index in used or dropout_p):
             subject = "dropout" if dropout_p else f"a mask or score function of {index}"
             raise NotImplementedError(
                 f"{subject} counts {name} in the whole, and these DTensors shard them: replicate "
@@ -130,25 +121,22 @@ def joined(places: Places, out: Tensor, *, lse: Tensor | None) -> tuple[Any, Any
     """Returns `out` and `lse` of this rank as DTensors."""
     from torch.distributed.tensor import Replicate
 
-    has_batch = places.dims.batch == 0
-    dims = Dims(0, tokens=2, heads=1) if has_batch else Dims(-1, tokens=1, heads=0)  # of lse
-    sizes = dict(zip(dims, (places.out[x] for x in places.dims)))
-    shape = tuple(sizes[i] for i in range(len(places.out) - 1))
-    whole = _dtensor(places, out, placements=places.inputs, shape=places.out)
+    whole = _dtensor(places, out, placements=places.inputs, order=places.order)
     if lse is None:
         return whole, None
-    placements = places.of(dims, Replicate())
-    return whole, _dtensor(places, lse, placements=placements, shape=shape)
+    order = "bhs" if "b" in places.order else "hs"
+    return whole, _dtensor(places, lse, placements=places.of(order, Replicate()), order=order)
 
 
-def _dtensor(places: Places, x: Tensor, *, placements: Sequence[Any], shape: Sequence[int]) -> Any:
+def _dtensor(places: Places, x: Tensor, *, placements: Sequence[Any], order: str) -> Any:
     from torch.distributed.tensor import DTensor
 
+    shape = torch.Size(places.out[name] for name in order)
     return DTensor.from_local(
         x.contiguous(),
         places.mesh,
         placements,
         run_check=False,
-        shape=torch.Size(shape),
+        shape=shape,
         stride=torch.empty(shape, device="meta").stride(),
     )

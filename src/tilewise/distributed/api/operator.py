@@ -88,8 +88,8 @@ def _running(
     values: dict[str, Any] = dict(zip(NAMES, call))
     layout = _layout_of_table(values["layout"])
     with reporting(layout), unsharded(), torch.no_grad():
-        arena, spec = arena_for(layout, q.device), _spec_of(layout, q, k, v=v, values=values)
-        yield arena, spec, choose(spec, q, k, v, method=values["method"])
+        arena, spec = arena_for(layout, q.device), _spec_of(layout, q, k=k, v=v, values=values)
+        yield arena, spec, choose(spec, q, k=k, v=v, method=values["method"])
 
 
 def _spec_of(
@@ -146,7 +146,7 @@ def _layout_of(numbers: tuple[int, ...], group: Any) -> Layout:
 def _forward(arguments: tuple) -> tuple[Tensor, ...]:
     q, k, v, *call = arguments
     with _running(q, k, v, call) as (arena, spec, method):
-        results = attend(arena, spec, q, k, v, method=method, return_lse=True)
+        results = attend(arena, spec, q=q, k=k, v=v, method=method, return_lse=True)
     return tuple(x.contiguous() for x in results if x is not None)
 
 

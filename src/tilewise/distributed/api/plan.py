@@ -91,24 +91,24 @@ def plan(
     Returns:
         A `Plan` with `method` and `costs`; `str` of it is the table.
     """
-    visible = band_of(window, causal)
     headdim_v = headdim if headdim_v is None else headdim_v
-    sizes = dict(
+    heads, stream = _costs(
+        layout,
+        band_of(window, causal),
         q_size=batch * nheads * headdim,
         out_size=batch * nheads * headdim_v,
         kv_size=batch * nheads_k * (headdim + headdim_v),
         itemsize=itemsize,
+        learns=learns,
     )
-    heads = _heads(layout, visible, learns=learns, **sizes)
     if nheads_k % layout.ranks:
         reason = f"{nheads_k} key heads cannot be dealt evenly over {layout.ranks} ranks"
         heads = heads._replace(reason=reason)
-    costs = heads, _stream(layout, visible, learns=learns, **sizes)
-    best = min((x for x in costs if x.reason is None), key=lambda x: x.ms)
-    return Plan(best.method, costs)
+    best = min((x for x in (heads, stream) if x.reason is None), key=lambda x: x.ms)
+    return Plan(best.method, (heads, stream))
 
 
-def _heads(
+def _costs(
     layout: Layout,
     band: Band,
     *,
@@ -117,47 +117,35 @@ def _heads(
     kv_size: int,
     itemsize: int,
     learns: bool,
-) -> Cost:
-    """Estimates all rows of a share of the heads. Sizes count the numbers per token."""
-    share = sum(layout.work(window=band)) / layout.ranks
+) -> tuple[Cost, Cost]:
+    """Estimates heads and stream. Sizes count the numbers per token."""
+    work = layout.work(window=band)
+    # Heads: all rows of a share of the heads
+    products = (q_size + out_size) * sum(work) / layout.ranks
     remote = max(layout.seqlen - count for count in layout.counts)
     # q, k, v and out forward; dout and q, k, v again backward, and dq, dk, dv
     moved = (q_size + kv_size) * remote + out_size * (layout.seqlen - min(layout.counts))
     pulled = itemsize * moved / layout.ranks * (2 if learns else 1)
-    products = (q_size + out_size) * share
     ms = (2 * products / FORWARD + 5 * products * learns / BACKWARD) + pulled / BANDWIDTH
     ms += BARRIER * (4 if learns else 2)
-    return _cost("heads", products, pulled=pulled, ms=ms, learns=learns)
-
-
-def _stream(
-    layout: Layout,
-    band: Band,
-    *,
-    q_size: int,
-    out_size: int,
-    kv_size: int,
-    itemsize: int,
-    learns: bool,
-) -> Cost:
-    """Estimates the rows of a rank: the one with the most work decides."""
-    most = max(layout.work(window=band))
-    remote = max(_remote_keys(layout.at(rank), band) for rank in range(layout.ranks))
-    keys = kv_size * remote
+    heads = _cost("heads", products, pulled=pulled, ms=ms, learns=learns)
+    # Stream: the rows of the rank that has the most work
+    products = (q_size + out_size) * max(work)
+    keys = kv_size * max(_remote_keys(layout.at(rank), band) for rank in range(layout.ranks))
     partial = 4 * keys  # fp32
-    products = (q_size + out_size) * most
     keys *= itemsize
     pulling = keys / BANDWIDTH
     ms = max(2 * products / FORWARD, pulling) + pulling / GROUPS + BARRIER
     if not learns:
-        return _cost("stream", products, pulled=keys, ms=ms, learns=learns)
+        return heads, _cost("stream", products, pulled=keys, ms=ms, learns=learns)
     # Parts in fp32 of the keys that others see, in slices of as many bytes as a rank's K and V
     # that they see
     shared = [sum(b - a for a, b in rows) for rows in shared_rows(layout, band)]
     slices = -(-4 * sum(shared) // max(1, itemsize * max(shared)))
     # Keys arrive beside the kernel that computes delta, which takes about as long
     ms += 5 * products / (SHORTER * BACKWARD) + partial / BANDWIDTH + BARRIER * (1 + slices)
-    return _cost("stream", products, pulled=2 * keys + partial, ms=ms, learns=learns)
+    pulled = 2 * keys + partial
+    return heads, _cost("stream", products, pulled=pulled, ms=ms, learns=learns)
 
 
 def _remote_keys(layout: Layout, band: Band) -> int:

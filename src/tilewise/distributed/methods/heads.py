@@ -48,7 +48,7 @@ def attend(
 ) -> tuple[Tensor, Tensor | None]:
     """Computes `out` of a rank's rows, and `lse` on request."""
     if spec.prepared is not None and not spec.learns:
-        out, lse, _, _ = _forward(arena, spec, q, k, v, return_lse=return_lse)
+        out, lse, _, _ = _forward(arena, spec, q=q, k=k, v=v, return_lse=return_lse)
         return out, lse
     apply = _Heads.apply if spec.prepared is None else _apply_eagerly
     return apply(arena, spec, return_lse, q, k, v, getattr(spec.extras, LEARNED))
@@ -62,7 +62,7 @@ def _forward(
     tensors = [q, k, v] if plan is not None and plan.is_plain else [in_rows(x) for x in (q, k, v)]
     if plan is None:
         signature = f"attention (heads): {spec.signature}"
-        plan = HeadExchange(spec, signature, tensors=tensors, groups=groups_of(spec, q, k, v))
+        plan = HeadExchange(spec, signature, tensors=tensors, groups=groups_of(spec, q, k=k, v=v))
         plan.is_plain = tensors[0] is q and tensors[1] is k and tensors[2] is v
         if spec.prepared is not None:
             spec.prepared.heads = plan
@@ -77,7 +77,7 @@ def _forward(
     for number, group in enumerate(plan.groups):
         queries, keys, values = incoming.arrive(number)
         part = spec.of_heads(query_heads(spec, q, k=k, group=group))
-        out, lse = whole.attend(part, queries, keys, values)
+        out, lse = whole.attend(part, queries, k=keys, v=values)
         saved += (queries, keys, values, out, lse)
         outgoing.send(number, [out, lse] if return_lse else [out])
     outgoing.finish()
@@ -91,7 +91,7 @@ class _Heads(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, arena: Arena, spec: ShardCall, return_lse: bool, q, k, v, learned):
-        out, lse, saved, ctx.groups = _forward(arena, spec, q, k, v, return_lse=return_lse)
+        out, lse, saved, ctx.groups = _forward(arena, spec, q=q, k=k, v=v, return_lse=return_lse)
         ctx.arena, ctx.spec = arena, spec
         ctx.shapes = [x.shape for x in (q, k, v)]
         ctx.save_for_backward(*saved)
@@ -125,7 +125,7 @@ _apply_eagerly = eager_apply(_Heads)
 def backward(arena: Arena, spec: ShardCall, saved: Saved) -> Grads:
     """Computes the gradients of `attend` from rows, whose heads are exchanged once more."""
     results = [x.new_empty(x.shape) for x in (saved.q, saved.k, saved.v)]
-    groups = groups_of(spec, saved.q, saved.k, saved.v)
+    groups = groups_of(spec, saved.q, k=saved.k, v=saved.v)
     return _gradients(arena, spec, exchanged=saved, kept=(), results=results, groups=groups)
 
 
@@ -160,7 +160,7 @@ def _gradients(
         del grads  # they must not be in memory with those of the next group
     outgoing.finish()
     arena.settle(results)
-    return QueryGrads(dq, dlearned.total).with_keys(dk, dv, spec.extras)
+    return QueryGrads(dq, dlearned.total).with_keys(dk, dv, extras=spec.extras)
 
 
 class HeadExchange:

@@ -58,7 +58,7 @@ class PreparedLaunch:
         self.sources = tuple([x.rank for x in self.pieces])[:: len(self.shapes)]
         self.signature = f"attention (stream, {count} groups of heads at a time): {spec.signature}"
         self.hidden = hidden_keys(layout, spec.band)
-        self.forward = forward_of(arena, spec, q, k, v, heads=heads)
+        self.forward = forward_of(arena, spec, q=q, k=k, v=v, heads=heads)
         self.limit = arena.limit  # that the launch was made with
 
 
@@ -68,7 +68,7 @@ def serves(arena: Arena, spec: ShardCall, q: Tensor, k: Tensor, v: Tensor) -> bo
         return True
     if not arena.counts_pieces or q.shape[0] != 1 or spec.is_modified or not spec.layout.seqlen:
         return False
-    if rows.backend_of_runs(spec, q, k, v) != "hopper":
+    if rows.backend_of_runs(spec, q, k=k, v=v) != "hopper":
         return False
     from ...kernels.hopper.fwd import runs_launch
 
@@ -146,7 +146,7 @@ def _forward_of(
 
 
 def _problem(spec: ShardCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Problem, Scalars]:
-    call = spec.on_rows(q, k, v, extras=spec.extras_per_head)
+    call = spec.on_rows(q, k, v=v, extras=spec.extras_per_head)
     return call.problem, call.scalars
 
 

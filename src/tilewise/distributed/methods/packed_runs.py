@@ -59,7 +59,7 @@ def packing_for(spec: ShardCall, q: Tensor, k: Tensor, v: Tensor) -> Packing | N
     if spec.is_modified or len(spec.layout.spans) != FEW or not serves(spec, q, few=FEW - 1):
         return None
     packing = packing_of(spec.layout, spec.band)
-    is_served = rows.backend_of_runs(spec, q, k, v) == "hopper"
+    is_served = rows.backend_of_runs(spec, q, k=k, v=v) == "hopper"
     return packing if is_served and packing.copied is not None else None
 
 

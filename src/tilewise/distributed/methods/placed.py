@@ -15,24 +15,28 @@ from ...problem import Saved
 from ..layouts.layout import Layout
 from . import whole
 from .grads import QueryGrads
-from .rows import AddKeyGrads
+from .rows import AddKeyGrads, PulledKeys
 from .run_calls import map_saved
 from .shard_call import ShardCall
 
 Tensor = torch.Tensor
 
 
-def attend(spec: ShardCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes `out` and `lse` of a rank's queries; k and v are of the whole sequence."""
+def attend(spec: ShardCall, q: Tensor, pulled: PulledKeys) -> tuple[Tensor, Tensor]:
+    """Computes `out` and `lse` of a rank's queries, like `rows.attend`."""
+    pulled.arrive_all()
     # Of queries of 0 a row that sees one key has lse 0, for which the CPU's kernel computes short
     # sequences once more, with other bits: it takes such a row for one of NaN (flash.attend)
-    out, lse = whole.attend(spec, among(spec.layout, q, value=1.0), k, v)
+    out, lse = whole.attend(spec, among(spec.layout, q, value=1.0), k=pulled.k, v=pulled.v)
     return spec.layout.shard(out), spec.layout.shard(lse, 2)
 
 
-def gradients(spec: ShardCall, saved: Saved, *, add_key_grads: AddKeyGrads) -> QueryGrads:
+def gradients(
+    spec: ShardCall, saved: Saved, pulled: PulledKeys, *, add_key_grads: AddKeyGrads
+) -> QueryGrads:
     """Computes gradients of a rank's queries. Rows of 0, with a dO of 0, contribute none."""
     layout = spec.layout
+    pulled.arrive_all()
     placed = map_saved(
         saved,
         queries=lambda x: among(layout, x),

@@ -8,8 +8,8 @@ after the last shard.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+import itertools
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -20,7 +20,7 @@ from ..transport.exchange import Published, publish_rows
 from ..transport.halves import Arena
 from .grads import QueryGrads, gradient_of_sink, join_sink
 from .placed import place
-from .rows import AddKeyGrads, attend_run, gradients_of, working_dtype
+from .rows import attend_run, gradients_of, working_dtype
 from .run_calls import RunCall, shift_band
 from .shard_call import ShardCall
 from .sums import Sums
@@ -58,25 +58,22 @@ def call_between(queries: Span, keys: Span, band: Band) -> RunCall | None:
     return RunCall(rows, slice(first_k + to_key, stop_k + to_key), band=shifted)
 
 
-class KeyShard(NamedTuple):
-    """The keys and values of a rank, (batch, tokens, heads, headdim), and the calls on them."""
-
-    rank: int
-    calls: list[RunCall]
-    k: Tensor
-    v: Tensor
-
-
-def shards_in_turn(published: Published, spec: ShardCall) -> Iterator[KeyShard]:
-    """Yields each rank's shard, this one's first. The next is pulled meanwhile."""
-    layout, arena = spec.layout, published.arena
-    upcoming, arrival = None, None
+def calls_by_rank(spec: ShardCall) -> dict[int, list[RunCall]]:
+    """Returns the calls on each rank's keys, this rank's first; none of ranks that are not seen."""
+    layout = spec.layout
+    calls = {}
     for step in range(layout.ranks):
         rank = (layout.rank - step) % layout.ranks
-        pairs = ((x, y) for x in layout.spans for y in layout.at(rank).spans)
-        calls = [x for x in (call_between(a, b, spec.band) for a, b in pairs) if x is not None]
-        if not calls:
-            continue
+        pairs = itertools.product(layout.spans, layout.at(rank).spans)
+        found_calls = (call_between(queries, keys, spec.band) for queries, keys in pairs)
+        calls[rank] = [x for x in found_calls if x is not None]
+    return {rank: x for rank, x in calls.items() if x}
+
+
+def keys_in_turn(published: Published, ranks: Iterable[int]) -> Iterator[list[Tensor]]:
+    """Yields K and V of each rank, (batch, tokens, heads, headdim), as the next are pulled."""
+    arena, upcoming, arrival = published.arena, None, None
+    for rank in ranks:
         rows = [published.pull(rank, number) for number in (0, 1)]
         copies = [torch.empty_like(x, dtype=working_dtype(x)) for x in rows]
         with arena.copying():
@@ -86,8 +83,7 @@ def shards_in_turn(published: Published, spec: ShardCall) -> Iterator[KeyShard]:
         if upcoming is not None:
             arena.arrive(arrival)
             yield upcoming
-        k, v = (x.transpose(0, 1) for x in copies)
-        upcoming, arrival = KeyShard(rank, calls, k=k, v=v), mark
+        upcoming, arrival = [x.transpose(0, 1) for x in copies], mark
     if upcoming is not None:
         arena.arrive(arrival)
         yield upcoming
@@ -103,11 +99,18 @@ def forward(
     exact = torch.promote_types(q.dtype, torch.float32)
     total = q.new_zeros(q.shape[:3] + v.shape[3:], dtype=exact)
     lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=exact)
-    for shard in shards_in_turn(published, spec):
-        for x in shard.calls:
-            queries, keys = q[:, x.rows].to(shard.k.dtype), shard.k[:, x.keys]
-            values, before, lse_before = shard.v[:, x.keys], total[:, x.rows], lse[:, :, x.rows]
-            part, part_lse = attend_run(spec, queries, keys, values, band=x.band, extras=Extras())
+    calls = calls_by_rank(spec)
+    for rank, (keys, values) in zip(calls, keys_in_turn(published, calls)):
+        for x in calls[rank]:
+            part, part_lse = attend_run(
+                spec,
+                q[:, x.rows].to(keys.dtype),
+                keys[:, x.keys],
+                v=values[:, x.keys],
+                band=x.band,
+                extras=Extras(),
+            )
+            before, lse_before = total[:, x.rows], lse[:, :, x.rows]
             merged, merged_lse = merge_states(before, lse_before, out2=part, lse2=part_lse)
             total[:, x.rows], lse[:, :, x.rows] = merged, merged_lse
     total, lse = join_sink(total, lse, extras=spec.extras)
@@ -117,38 +120,29 @@ def forward(
 
 
 def backward(arena: Arena, spec: ShardCall, saved: Saved) -> Grads:
-    """Computes the gradients of `forward`."""
-    signature = f"the sums of the backward of attention (ring): {spec.signature}"
-    sums = Sums(arena, spec, signature=signature, dtype=saved.k.dtype)
-    grads = _gradients(arena, spec, saved=saved, add_key_grads=sums.begin)
-    dk, dv = sums.finish()
-    arena.settle([grads.dq, dk, dv])
-    return grads.with_keys(dk, dv, spec.extras)
-
-
-def _gradients(
-    arena: Arena, spec: ShardCall, *, saved: Saved, add_key_grads: AddKeyGrads
-) -> QueryGrads:
-    """Computes gradients of a rank's queries, and adds those of keys, with P of the whole row."""
+    """Computes the gradients of `forward`, with P of the whole row."""
     dlse, k, v, out, lse = saved.dlse, saved.k, saved.v, saved.out, saved.lse
     signature = f"the backward of attention (ring): {spec.signature}"
     tensors = [k.transpose(0, 1), v.transpose(0, 1)]
     published = publish_rows(arena, signature, tensors=tensors, counts=spec.layout.counts)
     dout = torch.zeros_like(out) if saved.dout is None else saved.dout
     dout, q, out = (x.to(working_dtype(saved.q)) for x in (dout, saved.q, out))
-    seqlen, batch = spec.layout.seqlen, q.shape[0]
     dq = torch.zeros_like(q, dtype=lse.dtype)
-    dk, dv = (lse.new_zeros((batch, seqlen, *x.shape[2:])) for x in (k, v))
-    plain = spec._replace(extras=Extras())
-    for shard in shards_in_turn(published, spec):
-        queries = Saved(dout, dlse, q=q, k=shard.k, v=shard.v, out=out, lse=lse)
-        parts = [torch.zeros_like(x, dtype=lse.dtype) for x in (shard.k, shard.v)]
-        for x in shard.calls:
-            grads = gradients_of(plain, x.saved_of(queries), band=x.band)
+    dk, dv = (lse.new_zeros((x.shape[0], spec.layout.seqlen, *x.shape[2:])) for x in (k, v))
+    plain, calls = spec._replace(extras=Extras()), calls_by_rank(spec)
+    for rank, (keys, values) in zip(calls, keys_in_turn(published, calls)):
+        of_keys = Saved(dout, dlse, q=q, k=keys, v=values, out=out, lse=lse)
+        parts = [torch.zeros_like(x, dtype=lse.dtype) for x in (keys, values)]
+        for x in calls[rank]:
+            grads = gradients_of(plain, x.saved_of(of_keys), band=x.band)
             dq[:, x.rows] += grads.dq
             parts[0][:, x.keys] += grads.dk
             parts[1][:, x.keys] += grads.dv
         for total, part in zip((dk, dv), parts):
-            place(spec.layout.at(shard.rank), part, whole=total)
-    add_key_grads(dk, dv)
-    return QueryGrads(dq, gradient_of_sink(spec.extras, dout, out=out, lse=lse, dlse=dlse))
+            place(spec.layout.at(rank), part, whole=total)
+    sums = Sums(arena, spec, signature=f"the sums of {signature}", dtype=k.dtype)
+    sums.begin(dk, dv)
+    dk, dv = sums.finish()
+    arena.settle([dq, dk, dv])
+    dlearned = gradient_of_sink(spec.extras, dout, out=out, lse=lse, dlse=dlse)
+    return QueryGrads(dq, dlearned).with_keys(dk, dv, extras=spec.extras)

@@ -14,7 +14,7 @@ from ...emulation import cpu_modes
 from ...frontend.checks import check_scores, knows_values
 from ...ops import attention as ops
 from ...problem import LONG_SEQLEN, WIDEST_EXACT, Between, Extras, Grads, Saved
-from ..layouts.work import Band, KeyRun
+from ..layouts.work import KeyRun
 from ..transport.halves import Arena
 from .grads import LearnedSum, QueryGrads
 from .run_calls import pad, run_call
@@ -65,9 +65,9 @@ _backends: dict[Any, str | None] = {}
 
 def _backend_of_runs(spec: ShardCall, q: Tensor, k: Tensor, v: Tensor) -> str | None:
     layout, longest = spec.layout, spec.layout.longest
-    problem = spec.on_rows(q, k, v, extras=spec.extras_per_head, align=spec.align).problem
+    problem = spec.on_rows(q, k, v=v, extras=spec.extras_per_head, align=spec.align).problem
     problem = problem._replace(is_packed=layout.cu_seqlens is not None)
-    name = choose(problem, q.device, spec.backend).NAME
+    name = choose(problem, q.device, backend=spec.backend).NAME
     if name == "cpu" or longest * problem.group <= FEW:
         return None
     shortest = min((x.stop - x.start for x in layout.spans), default=longest)
@@ -85,32 +85,23 @@ def attend(spec: ShardCall, q: Tensor, pulled: PulledKeys) -> tuple[Tensor, Tens
     k, v = pulled.k, pulled.v
     exact = torch.promote_types(q.dtype, torch.float32)
     out = q.new_empty(q.shape[:3] + v.shape[3:])
-    lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=exact)
+    lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=exact)
     for i, span in enumerate(spec.layout.spans):
         pulled.arrive(i)
         rows, keys, band, padding = run_call(spec, span)
-        queries, extras = pad(q[:, rows], padding), spec.extras_per_head
-        run_out, run_lse = attend_run(
-            spec, queries, k=k[:, keys], v=v[:, keys], band=band, extras=extras
-        )
+        queries, per_head = pad(q[:, rows], padding), spec.extras_per_head
+        parts = attend_run(spec, queries, k[:, keys], v=v[:, keys], band=band, extras=per_head)
+        run_out, run_lse = parts
         nrows = span.stop - span.start
         out[:, rows], lse[:, :, rows] = run_out[:, :nrows], run_lse[:, :, :nrows]
     return out, lse
 
 
 def attend_run(
-    spec: ShardCall,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    band: Band,
-    extras: Extras,
-    align: str = "bottom_right",
-    is_long: bool = False,
+    spec: ShardCall, q: Tensor, k: Tensor, v: Tensor, *, extras: Extras, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """Computes `out` and `lse` of one call of the library, on rows of queries and of keys."""
-    checked = spec.on_rows(q, k, v, extras=extras, band=band, align=align, is_long=is_long)
+    """Computes `out` and `lse` of one call of the library; `options` are those of `on_rows`."""
+    checked = spec.on_rows(q, k, v=v, extras=extras, **options)
     tensors = q, k, v, *extras.tensors
     needs_dispatcher = ops.needs_dispatcher(tensors)
     checked.needs_grad = not needs_dispatcher and ops.needs_grad(*tensors)
@@ -165,18 +156,16 @@ def gradients_of(
     spec: ShardCall,
     saved: Saved,
     *,
-    band: Band,
-    align: str = "bottom_right",
     extras: Extras | None = None,
-    is_long: bool = False,
     rounds: bool = False,
     between: Between | None = None,
+    **options: Any,
 ) -> Grads:
-    """Computes the gradients of one call of the library; parts of sums stay in fp32."""
+    """Computes the gradients of `attend_run`; parts of sums stay in fp32 unless it rounds."""
     if extras is None:
         extras = spec.summing_in(saved.lse.dtype).extras_per_head
     q, k, v = saved.q, saved.k, saved.v
-    checked = spec.on_rows(q, k, v, extras=extras, band=band, align=align, is_long=is_long)
+    checked = spec.on_rows(q, k, v=v, extras=extras, **options)
     if not rounds and q.dtype.itemsize == 2 and max(q.shape[3], v.shape[3]) <= WIDEST_EXACT:
         checked.problem = checked.problem._replace(has_fp32_key_grads=True)
     cached = ops.known_call(checked, (q, k, v, *extras.tensors))

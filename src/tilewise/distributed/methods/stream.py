@@ -14,7 +14,7 @@ import torch
 from ...problem import INPUTS, Grads, Saved
 from ..transport.halves import Arena
 from . import one_launch, packed_runs, placed, rows
-from .grads import QueryGrads, joined
+from .grads import joined
 from .pulled_keys import pull_keys
 from .run_calls import map_saved
 from .shard_call import ShardCall
@@ -33,9 +33,9 @@ def forward(
     arena: Arena, spec: ShardCall, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Computes `out` and `lse` of a rank's rows."""
-    if one_launch.serves(arena, spec, q, k, v):
-        return one_launch.attend(arena, spec, q, k, v)
-    out, lse = _attend(arena, spec, q, k, v)
+    if one_launch.serves(arena, spec, q=q, k=k, v=v):
+        return one_launch.attend(arena, spec, q=q, k=k, v=v)
+    out, lse = _attend(arena, spec, q=q, k=k, v=v)
     arena.settle([out, lse])
     return out, lse
 
@@ -49,71 +49,48 @@ def _attend(
     arena: Arena, spec: ShardCall, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Computes `out` and `lse` in launches that begin after copies."""
-    backend = rows.backend_of_runs(spec, q, k, v) if spec.bitwise else spec.backend
+    backend = rows.backend_of_runs(spec, q, k=k, v=v) if spec.bitwise else spec.backend
     is_placed = spec.is_modified or (spec.bitwise and backend is None)
-    module = by_runs(spec, q)
     signature = f"attention (stream): {spec.signature}"
     reads_all = is_placed or packed_runs.reads_between(spec, q)
     pulled = pull_keys(arena, spec, k=k, v=v, signature=signature, reads_all=reads_all)
     if is_placed:
-        pulled.arrive_all()
-        return placed.attend(spec, q, pulled.k, pulled.v)
-    return module.attend(spec._replace(backend=backend), q, pulled=pulled)
+        return placed.attend(spec, q, pulled=pulled)
+    return by_runs(spec, q).attend(spec._replace(backend=backend), q, pulled=pulled)
 
 
 def backward(arena: Arena, spec: ShardCall, saved: Saved) -> Grads:
-    """Computes the gradients of `forward`."""
+    """Computes the gradients of `forward`, in as many groups of heads as leave little memory."""
     q, k, v, out = saved.q, saved.k, saved.v, saved.out
     signature = f"the backward of attention (stream): {spec.signature}"
-    exact = rows.working_dtype(q)
-    packing = packed_runs.packing_for(spec, q, k, v)
+    dtype, exact = k.dtype, rows.working_dtype(q)
+    packing = packed_runs.packing_for(spec, q, k=k, v=v)
+    module = by_runs(spec, q) if packing is None else packed_runs
+    reads_all = packing is None and packed_runs.reads_between(spec, q)
+    if spec.is_modified:
+        module, reads_all = placed, True
     pulled = pull_keys(
-        arena,
-        spec,
-        k=k,
-        v=v,
-        signature=signature,
-        reads_all=spec.is_modified or (packing is None and packed_runs.reads_between(spec, q)),
-        packing=packing,
+        arena, spec, k=k, v=v, signature=signature, reads_all=reads_all, packing=packing
     )
     dout = torch.zeros_like(out) if saved.dout is None else saved.dout
     dout, q, out = (x.to(exact) for x in (dout, q, out))
-    if exact != k.dtype:
+    if exact != dtype:
         pulled.arrive_all()
         pulled = pulled._replace(k=pulled.k.to(exact), v=pulled.v.to(exact))
-    exact_saved = saved._replace(dout=dout, q=q, out=out)
-    grads = _in_groups(arena, spec, saved=exact_saved, pulled=pulled, signature=signature)
-    arena.settle(grads[:INPUTS])
-    return grads
-
-
-def _in_groups(
-    arena: Arena, spec: ShardCall, *, saved: Saved, pulled: rows.PulledKeys, signature: str
-) -> Grads:
-    """Computes gradients in as many groups of heads as leave little memory."""
-    dtype, nheads_k = saved.k.dtype, saved.k.shape[2]
     query_grads, key_grads = [], []
     for group in _groups(spec, saved):
         heads = slice(group.start, group.stop)
         keys = pulled._replace(k=pulled.k[:, :, heads], v=pulled.v[:, :, heads])
-        of_group, saved_of_group = _of_heads(spec, saved, group=group, nheads_k=nheads_k)
-        saved_of_group = saved_of_group._replace(k=keys.k, v=keys.v)
+        part = saved._replace(dout=dout, q=q, out=out)
+        of_group, part = _of_heads(spec, part, group=group, nheads_k=k.shape[2])
+        part = part._replace(k=keys.k, v=keys.v)
         sums = Sums(arena, spec, signature=f"the sums of {signature}", dtype=dtype)
-        query_grads.append(_gradients(of_group, saved_of_group, keys, add_key_grads=sums.begin))
+        query_grads.append(module.gradients(of_group, part, keys, add_key_grads=sums.begin))
         key_grads.append(sums.finish())
     dk, dv = (x[0] if len(x) == 1 else torch.cat(x, 2) for x in zip(*key_grads))
-    return joined(query_grads).with_keys(dk, dv, spec.extras)
-
-
-def _gradients(
-    spec: ShardCall, saved: Saved, pulled: rows.PulledKeys, *, add_key_grads: rows.AddKeyGrads
-) -> QueryGrads:
-    if spec.is_modified:
-        pulled.arrive_all()
-        return placed.gradients(spec, saved, add_key_grads=add_key_grads)
-    is_packed = pulled.is_packed or packed_runs.serves(spec, saved.q)
-    module = packed_runs if is_packed else rows
-    return module.gradients(spec, saved, pulled=pulled, add_key_grads=add_key_grads)
+    grads = joined(query_grads).with_keys(dk, dv, extras=spec.extras)
+    arena.settle(grads[:INPUTS])
+    return grads
 
 
 def _groups(spec: ShardCall, saved: Saved) -> list[range]:

@@ -24,15 +24,7 @@ class Slice(NamedTuple):
     stop: int
     place: int
     rows: int  # of all owners
-    parts: tuple[RankRows, ...] = ()  # counted from `first` on
-
-
-class RankRows(NamedTuple):
-    """Rows [first, stop) that a rank sees."""
-
-    rank: int
-    first: int
-    stop: int
+    parts: tuple[tuple[Run, ...], ...] = ()  # of each rank those that it sees, from `first` on
 
 
 class Tables(NamedTuple):
@@ -161,15 +153,15 @@ def _bits_of(layout: Layout, band: Band) -> Tensor:
     return bits
 
 
-def _runs_of_bits(bits: Tensor, ranks: int) -> tuple[RankRows, ...]:
-    """Returns the runs of rows that have a rank's bit, in the order of the ranks.
+def _runs_of_bits(bits: Tensor, ranks: int) -> tuple[tuple[Run, ...], ...]:
+    """Returns the runs of rows that have each rank's bit.
 
     >>> _runs_of_bits(torch.tensor([1, 3, 2]), 2)
-    (RankRows(rank=0, first=0, stop=2), RankRows(rank=1, first=1, stop=3))
+    (((0, 2),), ((1, 3),))
     """
     runs = []
     for rank in range(ranks):
         has_bit = torch.nn.functional.pad((bits >> rank) & 1, (1, 1))
         edges = has_bit.diff().nonzero().flatten().tolist()
-        runs += [RankRows(rank, a, stop=b) for a, b in zip(edges[::2], edges[1::2])]
+        runs.append(tuple(zip(edges[::2], edges[1::2])))
     return tuple(runs)

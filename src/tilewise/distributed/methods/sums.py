@@ -106,9 +106,10 @@ def add_parts(
     """Adds the parts of a slice's rows in rank order, and writes the sums to rows of `total`."""
     dtype, shape = published.dtypes[number], published.shapes[number]
     exact = total.new_zeros((piece.stop - piece.first, *shape), dtype=dtype)
-    for rank, first, stop in piece.parts:
-        start, end = first + piece.place, stop + piece.place
-        exact[first:stop] += published.pull(rank, number, start=start, stop=end)
+    for rank, runs in enumerate(piece.parts):
+        for first, stop in runs:
+            start, end = first + piece.place, stop + piece.place
+            exact[first:stop] += published.pull(rank, number, start=start, stop=end)
     total[shared[piece.first : piece.stop, 1].long()] = exact.to(total.dtype)
 
 
@@ -130,5 +131,6 @@ def add_by_kernel(
         of_rows=shared[piece.first : piece.stop],
         total=total,
     )
-    remote_rows = sum(x.stop - x.first for x in piece.parts if x.rank != arena.rank)
+    remote = (runs for rank, runs in enumerate(piece.parts) if rank != arena.rank)
+    remote_rows = sum(stop - first for runs in remote for first, stop in runs)
     arena.pulled += published.row_bytes[number] * remote_rows
