@@ -19,9 +19,10 @@ from .faces import (
     flash_attn_varlen_qkvpacked_func,
 )
 from .frontend.attention import attention
+from .frontend.combine import flash_attn_combine
 from .frontend.flex import flex_attention
 from .frontend.invariance import batch_invariant
-from .frontend.kv_cache import flash_attn_combine, flash_attn_with_kvcache
+from .frontend.kv_cache import flash_attn_with_kvcache
 from .frontend.quantize import Quantized, quantize
 from .frontend.sdpa import scaled_dot_product_attention
 from .integrations.torch_sdpa import disable_sdpa, enable_sdpa

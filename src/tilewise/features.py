@@ -29,6 +29,7 @@ class Feature(NamedTuple):
     flag: str = ""
     shapes: tuple[tuple[str, ...], ...] = ()
     dtypes: tuple[torch.dtype, ...] = ()
+    depends_on_shift: bool = False  # whether what it does changes where all scores of a row shift
     is_whole: bool = False  # whether no shard or mapped call may take a part of it
     option: str = ""  # of `tilewise explain`, and its field of a shape
     cached: str = ""
@@ -45,7 +46,7 @@ class Feature(NamedTuple):
 
 
 FEATURES = {
-    "softcap": Feature("softcap", "has_softcap", option="softcap"),
+    "softcap": Feature("softcap", "has_softcap", depends_on_shift=True, option="softcap"),
     "alibi_slopes": Feature(
         "ALiBi",
         "has_alibi",
@@ -53,7 +54,14 @@ FEATURES = {
         dtypes=(torch.float32,),
         option="alibi",
     ),
-    "sinks": Feature("sinks", "has_sinks", shapes=(("nheads",),), dtypes=FLOATS, option="sinks"),
+    "sinks": Feature(
+        "sinks",
+        "has_sinks",
+        shapes=(("nheads",),),
+        dtypes=FLOATS,
+        depends_on_shift=True,
+        option="sinks",
+    ),
     "seqused_k": Feature(
         "seqused_k", "has_seqused_k", shapes=(("batch",),), dtypes=INT32, sharded=PADDING
     ),
@@ -97,7 +105,14 @@ FEATURES = {
     ),
     "page_table": Feature(shapes=(("batch", "pages"),), dtypes=INT32, fp8=PAGES, sharded=WHOLE),
     "block_table": Feature(fp8=PAGES),
-    **dict.fromkeys(("q_descale", "k_descale", "v_descale"), Feature(sharded=WHOLE)),
+    **dict.fromkeys(
+        ("q_descale", "k_descale", "v_descale"),
+        Feature(
+            shapes=((), ("nheads_k",), ("batch", "nheads_k")),
+            dtypes=(torch.float32,),
+            sharded=WHOLE,
+        ),
+    ),
     **dict.fromkeys(("out_dtype", "backward"), Feature(sharded=ONLY_FP8)),
     "split_size": Feature(
         fp8="leave it out: FP8 products do not fix the bits of a row", sharded=WHOLE
@@ -109,6 +124,17 @@ REFUSALS = {
     "cached": "{name} with a cache, split_size or out is not supported: {remedy}",
     "fp8": "{name} with FP8 products is not supported: {remedy}",
     "sharded": "{name}: no method of tilewise.distributed supports it; {remedy}",
+}
+# What has no gradient, and what to do instead
+NO_GRADIENT = {
+    "slopes": "alibi_slopes have no gradient; pass score_mod=tilewise.scores.alibi(slopes), which "
+    "learns them, or detach() them",
+    "cached": "a call with a cache has no gradient, because the cache is written in place; call "
+    "under torch.no_grad(), detach() it, or train with plain k and v, without page_table and out",
+    "fp8": "8-bit tensors and their scales have no gradient; detach() them, or quantise with "
+    'tilewise.quantize, and pass its result and backward="bf16" to tilewise.attention',
+    "scales": "scales have no gradient; detach() it",
+    "tables": "tables have no gradient; detach() it",
 }
 
 # The fields of operators that are no optional tensors
@@ -157,6 +183,13 @@ def refuse(kind: str, **arguments: Any) -> None:
         if value is not None:
             remedy = getattr(FEATURES[name], kind)
             raise NotImplementedError(REFUSALS[kind].format(name=name, remedy=remedy))
+
+
+def refuse_gradients(of: str, named: Iterable[tuple[str, Any]]) -> None:
+    """NotImplementedError for the first tensor that requires a gradient, of what has none."""
+    for name, x in named:
+        if isinstance(x, torch.Tensor) and x.requires_grad and torch.is_grad_enabled():
+            raise NotImplementedError(f"{name}.requires_grad: {NO_GRADIENT[of]}")
 
 
 def schema_of(names: Iterable[str], **types: str) -> str:

@@ -14,6 +14,7 @@ with `left` or `right` absent where the band is open. Causal is right = 0.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -149,6 +150,11 @@ class Scalars(NamedTuple):
     left: int = OPEN
     right: int = OPEN
     dropout_p: float = 0.0
+
+    @property
+    def highest_score(self) -> float:
+        """What no score exceeds: the cap, where there is one."""
+        return self.softcap or math.inf
 
 
 NO_EXTRAS = Extras()

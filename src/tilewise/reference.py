@@ -22,10 +22,11 @@ from typing import NamedTuple, Never
 import torch
 
 from .errors import ArgumentError, a_type
-from .frontend.cache_checks import check_cached, is_cached
-from .frontend.checks import check_extras, check_values
-from .frontend.qkv import check_tensors, in_order, sizes_of
-from .frontend.scalars import Window, band, check_causal, check_flag, check_layout, check_numbers
+from .frontend.cached import check_cached, is_cached
+from .frontend.call import check_bias
+from .frontend.checks import check_extras, check_tensors, in_order, sizes_of
+from .frontend.scalars import Numbers, Window, check_causal, check_flag, check_numbers
+from .frontend.values import check_values
 from .kernels.common.cached import NO_CACHE, Cached, lse_by_query, lse_shape
 from .keywords import refuses_others, unexpected
 from .mods import masks, scores
@@ -107,15 +108,13 @@ def attention_reference(
     """
     if unknown:
         raise unexpected("tilewise.attention_reference", unknown)
+    numbers = Numbers(scale, softcap, dropout_p, causal=causal, window=window)
     is_scaled = k_descale is not None or v_descale is not None
     if is_scaled or is_cached(k, page_table, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k):
         tensors = q, k, v, page_table, seqused_k, cu_seqlens_q, alibi_slopes, sinks
         cached = check_cached(
             NO_CACHE.of_tensors((*tensors, k_descale, v_descale)),
-            causal=causal,
-            scale=scale,
-            window=window,
-            softcap=softcap,
+            numbers,
             mask_mod=mask_mod,
             layout=layout,
         )
@@ -123,26 +122,24 @@ def attention_reference(
         out = out.transpose(1, 2) if layout == "bhsd" else out
         return (out, lse) if return_lse else out
     align = check_causal(causal)
-    check_layout(layout)
     return_lse = check_flag("return_lse", return_lse)
     is_packed = cu_seqlens_q is not None or cu_seqlens_k is not None
     q, k, v = in_order(q, k, v=v, layout=layout, is_packed=is_packed)
     check_tensors(q, k, v=v)
-    check_dropout(dropout_p)
-    if dropout_p and dropout_rng is None:
+    if check_dropout(dropout_p) and dropout_rng is None:
         dropout_rng = draw_rng(q.device)
     extras = Extras(alibi_slopes, sinks, seqused_k, seqused_q, cu_seqlens_q, cu_seqlens_k, bias)
     extras = extras._replace(dropout_rng=dropout_rng if dropout_p else None)
     slopes = None if alibi_slopes is None else alibi_slopes.detach()  # here they have a gradient
     check_extras(q, k, extras=extras._replace(alibi_slopes=slopes))
+    if bias is not None:
+        check_bias(q, k, bias=bias, is_packed=is_packed)
     check_values(q, k, extras=extras)
-    left, right = band(window, causal is not False)
+    scalars = check_numbers(numbers, q)
     sizes = sizes_of(q, k, cu_seqlens=cu_seqlens_q)
-    has_band = (left, right) != (OPEN, OPEN)
+    has_band = (scalars.left, scalars.right) != (OPEN, OPEN)
     block_mask = check_block_mask(block_mask, sizes, is_packed=is_packed, has_band=has_band)
     modifiers_of(mask_mod, score_mod, block_mask=block_mask, sizes=sizes)
-    scale, cap = check_numbers(scale, softcap, headdim=q.shape[3], dtype=q.dtype)
-    scalars = Scalars(scale, cap, left=left, right=right, dropout_p=dropout_p)
     mask_mod = mask_mod if block_mask is None else block_mask.mask
     options = _Options(align, extras, scalars, mask_mod, score_mod, upcast, first)
     attend = _attend_packed if is_packed else _attend

@@ -6,7 +6,7 @@ from helpers.caches import INT32, contiguous, paged, sequences
 
 import tilewise
 from tilewise import cache
-from tilewise.frontend import append as append_calls
+from tilewise.frontend import values
 from tilewise.tile.rotary import rotate
 
 OP = torch.ops.tilewise.flash_attn_cache_append.default
@@ -102,7 +102,7 @@ def test_keys_without_a_place_are_skipped(monkeypatch):
     used = torch.tensor([9, 6], dtype=INT32)  # room for 8
     few = torch.tensor([0, 2], dtype=INT32)  # fewer than there are new ones
     with monkeypatch.context() as unread:  # as on a GPU
-        unread.setattr(append_calls, "knows_values", lambda x: False)
+        unread.setattr(values, "knows_values", lambda x: False)
         cache.append(k_cache, v_cache, k, v, page_table=table, seqused_k=used)
         assert k_cache[2, 3].all() and k_cache[0, :2].all()
         assert k_cache.count_nonzero() == 3 * 8

@@ -143,6 +143,11 @@ def test_slopes_that_want_a_gradient_are_refused():
     slopes = torch.ones(4, requires_grad=True)
     with pytest.raises(NotImplementedError, match=r"alibi_slopes.*detach"):
         tilewise.attention(bshd(), bshd(), bshd(), alibi_slopes=slopes)
+    learned = bshd().requires_grad_()
+    with pytest.raises(NotImplementedError, match=r"alibi_slopes.*detach"):
+        tilewise.attention(learned, bshd(), bshd(), alibi_slopes=slopes, split_size=16)
+    with torch.no_grad():
+        tilewise.attention(bshd(), bshd(), bshd(), alibi_slopes=slopes)
 
 
 def test_a_last_dimension_of_one_has_no_stride():

@@ -9,7 +9,7 @@ from helpers.caches import INT32, contiguous, paged, sequences
 
 import tilewise
 from tilewise import mods
-from tilewise.frontend import cache_checks
+from tilewise.frontend import values
 from tilewise.testing import use_interpreter
 from tilewise.testing.tolerance import assert_within
 
@@ -207,7 +207,7 @@ def test_a_length_past_the_table_is_clamped_or_named(monkeypatch):
     q, long = torch.cat(s.q), torch.tensor([64, 32], dtype=INT32)
     room = torch.tensor([48, 32], dtype=INT32)
     with monkeypatch.context() as unread:  # as on a GPU
-        unread.setattr(cache_checks, "knows_values", lambda x: False)
+        unread.setattr(values, "knows_values", lambda x: False)
         result = tilewise.attention(q, k, v, seqused_k=long, **options)
     assert torch.equal(result, tilewise.attention(q, k, v, seqused_k=room, **options))
     with pytest.raises(tilewise.ArgumentError, match=r"seqused_k=\[64, 32\].*page_table.*48 keys"):
@@ -229,7 +229,7 @@ def test_one_page_many_times():
 
 
 def test_an_entry_in_use_that_is_no_page_reads_a_page_that_is_there(monkeypatch):
-    monkeypatch.setattr(cache_checks, "knows_values", lambda x: False)  # as on a GPU
+    monkeypatch.setattr(values, "knows_values", lambda x: False)  # as on a GPU
     s = sequences([1], [40])
     k, v, table = paged(s, 16, fill=0.0)
     table[0, 1] = 2**31 - 1

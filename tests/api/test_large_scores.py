@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from tilewise import ArgumentError, attention
-from tilewise.frontend.checks import LARGEST_SCORE, check_scores
+from tilewise.frontend.values import LARGEST_SCORE, check_scores
+from tilewise.problem import Scalars
 
 
 def rows(size, seqlen=8, dtype=torch.float32, device="cpu"):
@@ -20,14 +21,14 @@ def test_one_hot_on_the_cpu(size):
 
 def test_norms_that_allow_too_much_are_refused():
     x = rows(LARGEST_SCORE**0.5)
-    check_scores(x, x, 0.99)
+    check_scores(x, x, Scalars(0.99))
     with pytest.raises(ArgumentError, match=r"above 2\^27 may give NaN"):
-        check_scores(x, x, 1.01)
-    check_scores(x, x, 1.01, softcap=50.0)  # which bounds them
+        check_scores(x, x, Scalars(1.01))
+    check_scores(x, x, Scalars(1.01, softcap=50.0))  # which bounds them
     with pytest.raises(ArgumentError, match=r"above 2\^27 may give NaN"):
-        check_scores(x, x, 1.01, softcap=2.0**28)
+        check_scores(x, x, Scalars(1.01, softcap=2.0**28))
     check_scores(x[:, :0], x, 1e9)
-    check_scores(x * float("nan"), x, 1e9)  # NaN is no large score
+    check_scores(x * float("nan"), x, Scalars(1e9))  # NaN is no large score
 
 
 @pytest.mark.gpu

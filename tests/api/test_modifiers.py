@@ -7,7 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tilewise
 from tilewise import mods, scores
-from tilewise.frontend.checks import check_order
+from tilewise.frontend.call import check_order
 from tilewise.sparse import BlockMask, create_block_mask
 from tilewise.testing import use_interpreter
 

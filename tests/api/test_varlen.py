@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tilewise
 from tilewise import dispatch, errors
-from tilewise.frontend.checks import knows_values
+from tilewise.frontend.values import knows_values
 from tilewise.ops import calls
 from tilewise.testing import use_interpreter
 

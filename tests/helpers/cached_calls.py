@@ -1,6 +1,7 @@
 """Checked calls with a KV cache, of lists as tests write them."""
 
-from tilewise.frontend import cache_checks
+from tilewise.frontend import cached
+from tilewise.frontend.scalars import Numbers
 from tilewise.kernels.common.cached import NO_CACHE
 
 
@@ -10,12 +11,9 @@ def check_cached(q, k, v, table, lengths, learned, numbers, layout="bshd", scale
     """
     causal, scale, window, softcap, split_size = numbers
     *learned, mask_mod = learned
-    return cache_checks.check_cached(
+    return cached.check_cached(
         NO_CACHE.of_tensors((q, k, v, table, *lengths, *learned, *scales)),
-        causal=causal,
-        scale=scale,
-        window=window,
-        softcap=softcap,
+        Numbers(scale, softcap, causal=causal, window=window),
         split_size=split_size,
         mask_mod=mask_mod,
         layout=layout,

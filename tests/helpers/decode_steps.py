@@ -6,9 +6,7 @@ from triton.runtime import jit
 
 import tilewise
 from tilewise import dispatch
-from tilewise.frontend import append as append_calls
-from tilewise.frontend import cache_checks, checks, new_keys
-from tilewise.frontend import kv_cache as kv_cache_calls
+from tilewise.frontend import values
 from tilewise.kernels.common import append_step, decode_step, program, workspace
 from tilewise.kernels.portable import append_launch, decode_launch
 from tilewise.ops import append, calls
@@ -54,8 +52,7 @@ def record(monkeypatch):
     monkeypatch.setattr(append, "interpreter_is_on", lambda: True)
     monkeypatch.setattr(program, "tensors_of", slices_of)
     monkeypatch.setattr(calls, "is_read", lambda x: False)
-    for module in (cache_checks, append_calls, checks, kv_cache_calls, new_keys):
-        monkeypatch.setattr(module, "knows_values", lambda x: False)  # as on a GPU
+    monkeypatch.setattr(values, "knows_values", lambda x: False)  # as on a GPU
     monkeypatch.setattr(calls, "UNGUARDED", frozenset())
     calls._entry.cache_clear()
     monkeypatch.setattr(dispatch, "ask", lambda *_: None)

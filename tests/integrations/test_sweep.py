@@ -115,8 +115,8 @@ def test_the_sweep_sees_it_in_every_class(task, monkeypatch):
         return right(q, k, v, scale=1.1 * (scale or q.shape[-1] ** -0.5), **how)
 
     def called(q, k, v, numbers, **how):
-        scale, softcap = numbers
-        return raw(q, k, v, numbers=(1.1 * (scale or q.shape[-1] ** -0.5), softcap), **how)
+        scale = 1.1 * (numbers.scale or q.shape[-1] ** -0.5)
+        return raw(q, k, v, numbers=numbers._replace(scale=scale), **how)
 
     right, raw = attend.attention, attend.call
     run.warm()

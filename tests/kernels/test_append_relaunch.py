@@ -14,7 +14,7 @@ from helpers.work import entered
 
 import tilewise
 from tilewise import ArgumentError, cache
-from tilewise.frontend import qkv
+from tilewise.frontend import checks
 from tilewise.kernels.common import relaunch
 from tilewise.ops import append as append_ops
 from tilewise.ops import calls
@@ -160,7 +160,7 @@ def test_what_is_not_launched_again(log, monkeypatch, what):
         given |= dict(attention_chunk=16)
     if what == "a copy":
         given["k"] = torch.stack([given["k"]] * 2, -1)[..., 0]
-        monkeypatch.setattr(qkv, "warn_slow", lambda reason: None)
+        monkeypatch.setattr(checks, "warn_slow", lambda reason: None)
     tilewise.flash_attn_with_kvcache(**given)
     if what == "another device":
         monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1)

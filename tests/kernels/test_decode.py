@@ -14,7 +14,7 @@ from helpers.tiers import sample, sample_rows
 
 import tilewise
 from tilewise import cache
-from tilewise.frontend import cache_checks
+from tilewise.frontend import values
 from tilewise.kernels.portable import decode_launch
 from tilewise.problem import Extras, Scalars, describe
 from tilewise.testing import use_interpreter
@@ -290,7 +290,7 @@ def test_what_is_not_in_use_changes_nothing(fill):
 
 
 def test_lengths_and_entries_that_are_wrong_read_what_is_there(monkeypatch):
-    monkeypatch.setattr(cache_checks, "knows_values", lambda x: False)  # as on a GPU
+    monkeypatch.setattr(values, "knows_values", lambda x: False)  # as on a GPU
     s = sequences([1, 1], [64, 32])
     k, v, table = paged(s, 16, fill=0.0)
     table[1, 1] = 2**31 - 1

@@ -7,7 +7,8 @@ import torch
 
 import tilewise
 from tilewise import dispatch
-from tilewise.frontend.checks import check
+from tilewise.frontend.call import check
+from tilewise.frontend.scalars import Numbers
 from tilewise.kernels.portable import few_queries
 from tilewise.problem import NO_EXTRAS, Extras
 from tilewise.testing import use_interpreter
@@ -24,8 +25,10 @@ def inputs(seqlen_q=3, seqlen_k=1100, nheads=4, nheads_k=2, headdim=64, dtype=to
 
 
 def checked(q, k, v, extras=NO_EXTRAS, align="bottom_right", right=0):
-    flags = dict(numbers=(None, None), align=align, window=(-1, right), deterministic=False)
-    return check(q, k, v, extras=extras, **flags)
+    numbers = Numbers(causal=align if right == 0 else False, window=(-1, right))
+    call = check(q, k, v, extras=extras, numbers=numbers, deterministic=False)
+    call.problem = call.problem._replace(align=align)
+    return call
 
 
 def hold(found, inputs, **named):

@@ -167,7 +167,7 @@ def test_a_launch_without_tiles(monkeypatch):
     counter = one_counter(monkeypatch)
     q, starts = torch.randn(70, 1, 64, dtype=BF16), torch.zeros(3, dtype=torch.int32)
     problem_of = dict(cu_seqlens_q=starts, cu_seqlens_k=starts)
-    monkeypatch.setattr(tilewise.frontend.checks, "knows_values", lambda x: False)
+    monkeypatch.setattr(tilewise.frontend.values, "knows_values", lambda x: False)
     with use_emulator(), torch.no_grad():
         tilewise.attention(q, q, q, backend="hopper", **problem_of)
     assert counter.item() == 0

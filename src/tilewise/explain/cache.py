@@ -11,7 +11,8 @@ import math
 import torch
 
 from .. import dispatch
-from ..frontend.cache_checks import check_cached
+from ..frontend.cached import check_cached
+from ..frontend.scalars import Numbers
 from ..kernels.common.cached import Cached, lse_shape
 from ..kernels.common.decode_step import program_of
 from ..problem import Extras
@@ -63,7 +64,9 @@ def cached_of(of: Decode, split_size: int | None) -> Cached:
     shape = *shape, of.nheads_k
     k, v = (torch.empty((*shape, n), dtype=dtype) for n in (of.headdim, of.headdim_v))
     extras = Extras(seqused_k=torch.tensor(of.sequences, dtype=INT32))
-    return check_cached(Cached(q, k, v, table, extras), causal=of.causal, split_size=split_size)
+    return check_cached(
+        Cached(q, k, v, table, extras), Numbers(causal=of.causal), split_size=split_size
+    )
 
 
 def why_in_pieces(backend: str, cached: Cached) -> str:

@@ -7,22 +7,23 @@ from typing import Any, Never
 import torch
 
 from ..errors import ArgumentError, a_type
-from ..features import FLOATS
+from ..features import FLOATS, refuse_gradients
 from ..kernels.common.appended import Append
 from ..keywords import refuses_others, unexpected
 from ..ops import append as append_ops
 from ..ops.calls import find
 from ..ops.context_parallel import refuse_shards
 from ..tile.rotary import Rotary
-from .cache_checks import (
+from .checks import (
     check_cache_dtypes,
     check_descale,
-    check_no_grad,
-    check_query_dtype,
-    check_reach,
+    check_dims,
+    check_form,
+    check_kind,
+    check_rows,
+    check_tensor,
 )
-from .checks import check_starts, knows_values
-from .qkv import check_kind, check_tensor
+from .values import check_places, check_starts
 
 Tensor = torch.Tensor
 
@@ -86,8 +87,19 @@ def append(
     """
     if unknown:
         raise unexpected("tilewise.cache.append", unknown)
-    where = page_table, seqused_k, cu_seqlens_q, slots
-    new = Append(k_cache, v_cache, k, v, *where, rotary, k_descale, v_descale)
+    new = Append(
+        k_cache,
+        v_cache,
+        k=k,
+        v=v,
+        page_table=page_table,
+        seqused_k=seqused_k,
+        cu_seqlens_q=cu_seqlens_q,
+        slots=slots,
+        rotary=rotary,
+        k_descale=k_descale,
+        v_descale=v_descale,
+    )
     entry = None
     if rotary is None or type(rotary) is Rotary:
         tensors = new.tensors
@@ -105,8 +117,7 @@ def append(
 def check_call(new: Append) -> None:
     """Checks all arguments but which memory is whose."""
     check_append(new)
-    check_no_grad(zip(Append._fields[:4], new[:4]))
-    check_no_grad([("k_descale", new.k_descale), ("v_descale", new.v_descale)])
+    refuse_gradients("cached", zip(Append._fields, new))
     check_places(new)
 
 
@@ -143,7 +154,7 @@ def check_append(new: Append) -> None:
         )
     if new.rotary is not None:
         _check_rotary(new)
-    _check_descales(new)
+    _check_descales(new, batch)
 
 
 def _batch(new: Append) -> int:
@@ -155,32 +166,20 @@ def _batch(new: Append) -> int:
 
 
 def _check_rows(new: Append) -> None:
-    starts = new.cu_seqlens_q
+    starts, named = new.cu_seqlens_q, list(zip(Append._fields[:4], new[:4]))
     if starts is not None:
-        check_tensor("cu_seqlens_q", starts)
-        check_kind("cu_seqlens_q", starts, q=new.k, dtypes=(torch.int32,), of="k")
-        if starts.dim() != 1 or starts.shape[0] == 0:
-            raise ArgumentError(
-                f"cu_seqlens_q has shape {tuple(starts.shape)}: it must be (batch + 1,)"
-            )
-    for name, x in zip(Append._fields[:4], new[:4]):
-        check_tensor(name, x)
-    has_bytes = check_cache_dtypes(new.k_cache, new.v_cache, words=("k_cache", "v_cache"))
-    for name, x in zip(Append._fields[:4], new[:4]):
+        check_form("cu_seqlens_q", starts, q=new.k, of="k")
+    for name, x in named:
         is_packed = starts is not None or (new.slots is not None and x.dim() == 3)
         dims = 3 if name in ("k", "v") and is_packed else 4
-        if x.dim() != dims:
-            shape = "(total, nheads_k, headdim)" if dims == 3 else "of 4 dimensions"
-            raise ArgumentError(f"{name} has shape {tuple(x.shape)}: it must be {shape}")
-        if x.stride(-1) != 1 and x.shape[-1] != 1:
-            raise ArgumentError(
-                f"{name} has stride {x.stride(-1)} in its last dimension: it must be contiguous"
-            )
-        is_kept = has_bytes and name.endswith("cache")
-        check_kind(name, x, q=new.k, dtypes=(x.dtype if is_kept else new.k.dtype,), of="k")
-    if has_bytes:
-        check_query_dtype(new.k, new.k_cache, name="k")
-    check_kind("k", new.k, q=new.k, dtypes=FLOATS, of="k")
+        form = "(total, nheads_k, headdim)" if dims == 3 else "of 4 dimensions"
+        check_dims(name, x, dims=dims, remedy=f"it must be {form}")
+    check_rows(named)
+    names = "k", "k_cache", "v_cache"
+    stored = check_cache_dtypes(new.k, new.k_cache, v=new.v_cache, names=names)
+    for name, x in named:
+        dtypes = (stored if name.endswith("cache") else new.k.dtype,)
+        check_kind(name, x, q=new.k, dtypes=FLOATS if name == "k" else dtypes, of="k")
     for name, x, cache in (("k", new.k, new.k_cache), ("v", new.v, new.v_cache)):
         if x.shape[-2:] != cache.shape[-2:]:
             raise ArgumentError(
@@ -193,20 +192,21 @@ def _check_rows(new: Append) -> None:
                 f"{name} has shape {tuple(b.shape)} and {name.replace('v', 'k', 1)} "
                 f"{tuple(a.shape)}: they must be equal except for headdim"
             )
-    if starts is not None and knows_values(starts):
+    if starts is not None:
         check_starts("cu_seqlens_q", starts, new.k.shape[0], "keys")
 
 
-def _check_descales(new: Append) -> None:
+def _check_descales(new: Append, batch: int) -> None:
     """Scales, and whether a call says which sequence a key is of where they ask for it."""
-    caches = ("k_cache", new.k_cache), ("v_cache", new.v_cache)
-    for name, x, cache in zip(("k_descale", "v_descale"), new[-2:], caches):
+    scales = ("k_descale", new.k_descale, new.k_cache), ("v_descale", new.v_descale, new.v_cache)
+    for name, x, stored in scales:
         if isinstance(x, Tensor) and x.dim() == 2 and not _has_positions(new):
             raise ArgumentError(
                 f"{name} has shape {tuple(x.shape)}, scales per sequence: pass seqused_k, and "
                 "cu_seqlens_q if keys are packed, or scales of shape (nheads_k,)"
             )
-        check_descale(name, x, cache=cache, batch=_batch(new))
+        of = f"{name[0]}_cache"
+        check_descale(name, x, stored=stored, batch=batch, of=of, cache="bshd")
 
 
 def _has_positions(new: Append) -> bool:
@@ -244,30 +244,3 @@ def check_tables(rotary: Rotary, x: Tensor, of: str) -> None:
                 f"rotary.{name} has shape {tuple(table.shape)}: both tables must be (positions, "
                 f"rotary_dim / 2), rotary_dim at most headdim, {x.shape[-1]}"
             )
-
-
-def check_places(new: Append) -> None:
-    """Checks that every new key has a slot in the cache, and every position a row in the rotary
-    tables, where values may be read.
-    """
-    slots: Any = new.slots
-    used: Any = new.seqused_k
-    room = new.k_cache.shape[0] * new.k_cache.shape[1]
-    if slots is not None and knows_values(slots) and bool((slots >= room).any()):
-        raise ArgumentError(
-            f"slots has {int(slots.max())} and the cache has {room} rows: a slot must be below "
-            "that, or negative to skip its key"
-        )
-    if used is None or not knows_values(used):
-        return
-    if slots is None:
-        starts: Any = new.cu_seqlens_q
-        fewest = [new.k.shape[1]] * len(used) if starts is None else starts.diff().tolist()
-        written = torch.tensor(fewest, device=used.device).unsqueeze(1)
-        check_reach(new.k_cache, new.page_table, seqused_k=used, least=fewest, read=written)
-    longest = max(used.tolist(), default=0)
-    if new.rotary is not None and longest > new.rotary.cos.shape[0]:
-        raise ArgumentError(
-            f"seqused_k has {longest} keys and rotary.cos has {new.rotary.cos.shape[0]} "
-            "positions: pass longer tables"
-        )

@@ -9,7 +9,7 @@ import torch
 
 from ..dispatch import check_backend
 from ..errors import HEADS_FIRST, OURS
-from ..features import refuse
+from ..features import refuse, refuse_gradients
 from ..kernels.common.cached import Cached
 from ..kernels.common.quantized import Quantized
 from ..keywords import refuses_others, unexpected
@@ -20,18 +20,18 @@ from ..ops.calls import find
 from ..problem import OPEN, Call, Extras
 from ..tile.dropout_numbers import check_dropout, draw_rng
 from . import invariance, paths
-from .cache_checks import check_cached, is_cached
-from .call import attend_cached, call, launch, launch_step
-from .paths import ONE_BYTE, Fp8Arguments
-from .qkv import in_order, sizes_of
+from .cached import attend_cached, check_cached, is_cached, launch_step
+from .call import call, launch
+from .checks import in_order, sizes_of
+from .paths import ONE_BYTE
 from .scalars import (
+    Numbers,
     Window,
     as_bound,
-    band,
     check_bounds,
     check_causal,
     check_flag,
-    check_layout,
+    check_window,
     is_long,
     longest_of,
     step_bound,
@@ -231,31 +231,29 @@ def attention(
             if result is not None:
                 return result if return_lse else result[0]
     extras = Extras(alibi_slopes, sinks, seqused_k, seqused_q, cu_seqlens_q, cu_seqlens_k)
-    scores: Any = dict(causal=causal, scale=scale, window=window, softcap=softcap)
+    numbers = Numbers(scale, softcap, dropout_p=dropout_p, causal=causal, window=window)
     if is_fp8 or isinstance(q, Quantized) or k is None or v is None:
         if is_modified or dropout_p or not (bias is page_table is split_size is out is None):
             refused: Any = dict(mask_mod=mask_mod, block_mask=block_mask, score_mod=score_mod)
             refused |= dict(dropout_p=dropout_p or None, page_table=page_table)
             refuse("fp8", bias=bias, **refused, split_size=split_size, out=out)
-        fp8_arguments = Fp8Arguments(
-            q_descale=q_descale,
-            k_descale=k_descale,
-            v_descale=v_descale,
+        check_bounds(max_seqlen_q, max_seqlen_k)
+        check_flag("deterministic", deterministic)
+        return_lse = check_flag("return_lse", return_lse)
+        outputs = paths.attend_fp8(
+            paths.eight_bit_inputs(q, k, v, q_descale, k_descale, v_descale),
+            is_raw=not isinstance(q, Quantized),
             extras=extras,
-            **scores,
+            numbers=numbers,
             max_seqlen_q=max_seqlen_q,
             layout=layout,
             out_dtype=out_dtype,
             backward=backward,
             backend=backend,
+            wants_lse=return_lse,
         )
-        check_bounds(max_seqlen_q, max_seqlen_k)
-        check_flag("deterministic", deterministic)
-        return_lse = check_flag("return_lse", return_lse)
-        outputs = paths.attend_fp8(q, k, v, fp8_arguments, return_lse)
         return outputs if return_lse else outputs[0]
-    align = check_causal(causal)
-    check_layout(layout)
+    check_causal(causal)
     check_dropout(dropout_p)
     return_lse = check_flag("return_lse", return_lse)
     is_cache = out is not None or is_cached(k, page_table, cu_seqlens_q, cu_seqlens_k)
@@ -267,9 +265,10 @@ def attention(
         cached = Cached(q, k, v, page_table, extras=extras, backend=backend, entry=entry)
         cached = cached._replace(k_descale=k_descale, v_descale=v_descale)
         cached = cached._replace(longest=longest_of(max_seqlen_q))
-        options: Any = scores | dict(split_size=split_size, mask_mod=mask_mod, layout=layout)
-        cached = check_cached(cached, **options)
+        options: Any = dict(split_size=split_size, mask_mod=mask_mod, layout=layout)
+        cached = check_cached(cached, numbers, **options)
         if not is_cache and ops.needs_grad(cached.q, cached.k, cached.v, sinks):
+            refuse_gradients("slopes", [("alibi_slopes", alibi_slopes)])
             out, lse = cache_ops.train(cached, check_flag("deterministic", deterministic))
             out = out.transpose(1, 2) if layout == "bhsd" else out
         else:
@@ -280,16 +279,16 @@ def attention(
     q, k, v = in_order(q, k, v, layout, is_packed)
     if dropout_p and dropout_rng is None:
         dropout_rng = draw_rng(q.device)
-    limits = band(window, causal is not False)
+    has_band = causal is not False or check_window(window, "window") != (OPEN, OPEN)
     sizes = sizes_of(q, k, cu_seqlens_q)
-    block_mask = paths.check_block_mask(block_mask, sizes, is_packed, limits != (OPEN, OPEN))
+    block_mask = paths.check_block_mask(block_mask, sizes, is_packed, has_band)
     positions = seqused_k, seqused_q, cu_seqlens_q, cu_seqlens_k, alibi_slopes, bias
     positions = *positions, mask_mod, score_mod, dropout_p or None
     documents, batch = None, q.shape[0]
     if block_mask is not None and all(x is None for x in positions):
         documents = block_mask.documents_in(q, k, v)
     if documents is not None:
-        block_mask, limits = None, band(None, documents.causal)
+        block_mask, numbers = None, numbers._replace(window=None, causal=documents.causal)
         if documents.are_many:
             if batch > 1:
                 q, k, v = (x.flatten(0, 1)[None] for x in (q, k, v))
@@ -303,8 +302,7 @@ def attention(
         k,
         v=v,
         extras=extras,
-        numbers=(scale, softcap, dropout_p),
-        window=(align, *limits),
+        numbers=numbers,
         deterministic=deterministic,
         backend=backend,
         mods=modifiers.mods,

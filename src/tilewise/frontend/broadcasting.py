@@ -14,7 +14,7 @@ import torch
 
 from ..errors import ArgumentError, Words, warn_slow
 from ..mods.compilers import holds, share_batch
-from .qkv import check_tensor, with_contiguous_rows
+from .checks import check_tensor, with_contiguous_rows
 
 Tensor = torch.Tensor
 Shape = tuple[int, ...]

@@ -8,19 +8,16 @@ from typing import Any
 import torch
 
 from .. import dispatch
-from ..errors import HEADS_FIRST, OURS, ArgumentError, Words
-from ..kernels.common.cached import OUT, Cached
+from ..errors import HEADS_FIRST, OURS, ArgumentError, Words, warn_slow
+from ..mods.flat import captured_by_score
 from ..ops import attention as ops
-from ..ops import context_parallel as shards
-from ..ops import kv_cache as cache_ops
 from ..ops.autocast import cast_bias, is_any_autocast_on
 from ..ops.calls import Entry, entry_of, has_lazy, resolved
-from ..problem import NO_EXTRAS, NO_MODS, Call, Extras, Mods, extras_of
+from ..problem import NO_EXTRAS, NO_MODS, Call, Extras, Mods, describe, extras_of
 from ..switches import is_on
-from .cache_checks import LENGTHS, check_cached_values, check_no_grad
-from .checks import check, check_scores, check_values
-from .qkv import check_tensor, warn_of_order
-from .scalars import check_flag
+from .checks import check_device, check_extras, check_tensors, either
+from .scalars import Numbers, check_causal, check_flag, check_numbers
+from .values import check_scores, check_values
 
 Tensor = torch.Tensor
 
@@ -51,63 +48,94 @@ def launch(
     return out if layout == "bshd" else out.transpose(1, 2), lse
 
 
-def launch_step(
-    step: Any,
-    tensors: tuple[Tensor | None, ...],
-    addresses: list[int] | None,
-    has_lse: bool,
-    layout: str = "bshd",
-    names: tuple[str, str] = LENGTHS,
-) -> tuple[Tensor, Any] | None:
-    """`out` and `lse` of a cached decode step, of `Cached.tensors`, `out` and what an append before
-    it takes; None where it may not be launched now. `addresses` are those of the tensors that are
-    not None, where they are known, and `names` those of lengths and page table.
-    """
-    shards.refuse_shards()
-    out = tensors[OUT]
-    if type(step) is cache_ops.Repeated:
-        ordered: list[Any] = list(tensors[: OUT + 1])
-        if layout == "bhsd":
-            ordered = [x if x is None or x.dim() < 3 else x.transpose(1, 2) for x in ordered]
-        cached = step.of_tensors(ordered[:OUT])
-        check_cached_values(cached, names)
-        fresh, lse = step(cached, ordered[OUT])
-        return (fresh if layout == "bshd" else fresh.transpose(1, 2)) if out is None else out, lse
-    if addresses is None:
-        addresses = [x.data_ptr() for x in tensors if x is not None]
-    results: tuple[Tensor, Any] | None = step(tensors[:OUT], addresses, out, has_lse)
-    if results is None or out is not None or layout == "bshd":
-        return results
-    return results[0].transpose(1, 2), results[1]
+def check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    extras: Extras,
+    numbers: Numbers,
+    deterministic: bool,
+    mods: Mods = NO_MODS,
+    is_long: bool = False,
+    words: Words = OURS,
+) -> Call:
+    """The call of tensors in (batch, seqlen, nheads, headdim) order, but for values of lengths."""
+    check_tensors(q, k, v=v, words=words)
+    check_extras(q, k, extras=extras, words=words)
+    if extras.bias is not None:
+        check_bias(q, k, bias=extras.bias, is_packed=extras.cu_seqlens_q is not None, words=words)
+    if deterministic and mods.score:
+        check_order(captured_by_score(mods, extras.captured))
+    scalars = check_numbers(numbers, q, words)
+    flags: Any = dict(align=check_causal(numbers.causal), mods=mods, is_long=is_long)
+    flags |= dict(deterministic=deterministic)
+    flags["has_bias_grad"] = extras.bias is not None and extras.bias.requires_grad
+    return Call(describe(q, k, v, extras=extras, scalars=scalars, **flags), scalars)
 
 
-def attend_cached(cached: Cached, out: Tensor | None, layout: str) -> tuple[Tensor, Tensor]:
-    """A checked call with a cache, without a gradient; `out` as it was given."""
-    check_no_grad([*zip(cache_ops.TENSORS, cached.tensors), ("out", out)])
-    if out is None:
-        out, lse = cache_ops.attention(cached)
-        return out.transpose(1, 2) if layout == "bhsd" else out, lse
-    return out, cache_ops.attention(cached, check_out(out, cached, layout=layout))[1]
-
-
-def check_out(out: Tensor, cached: Cached, layout: str) -> Tensor:
-    """`out` in the order of q."""
-    check_tensor("out", out)
-    shape = (*cached.q.shape[:-1], cached.v.shape[3])
-    ordered = out.transpose(1, 2) if layout == "bhsd" and out.dim() == 4 else out
-    if tuple(ordered.shape) != tuple(shape):
-        expected = (shape[0], shape[2], shape[1], shape[3]) if layout == "bhsd" else shape
-        raise ArgumentError(f"out has shape {tuple(out.shape)}: it must be {tuple(expected)}")
-    if out.dtype != cached.q.dtype or out.device != cached.q.device:
+def check_bias(
+    q: Tensor, k: Tensor, bias: Tensor, is_packed: bool = False, words: Words = OURS
+) -> None:
+    """A bias that broadcasts over the scores of sequences that are rows of a batch."""
+    scores = q.shape[0], q.shape[2], q.shape[1], k.shape[1]
+    if is_packed:
         raise ArgumentError(
-            f"out is {out.dtype} on {out.device}: it must be {cached.q.dtype} on "
-            f"{cached.q.device}, as q"
+            "bias does not support packed sequences: pass a score_mod that indexes the tensor by "
+            "position"
         )
-    if out.stride(-1) != 1 and out.shape[-1] != 1:
+    if bias.dtype == torch.bool:
+        indices = ("b", "h", "q_idx", "kv_idx")[max(0, 4 - bias.dim()) :]
+        indices = ("0" if n == 1 else index for n, index in zip(bias.shape, indices))
         raise ArgumentError(
-            f"out has stride {out.stride(-1)} in its last dimension: it must be contiguous"
+            f"{words.bias}.dtype is torch.bool: a bias is added to the scores, so pass the bools "
+            f"as a mask, mask_mod=lambda b, h, q_idx, kv_idx: bias[{', '.join(indices)}]"
         )
-    return ordered
+    if bias.dim() != 4 or any(n not in (1, m) for n, m in zip(bias.shape, scores)):
+        raise ArgumentError(
+            f"{words.bias} has shape {tuple(bias.shape)}: it must have 4 dimensions, (batch, "
+            f"nheads, seqlen_q, seqlen_k) = {scores}, each of this size or 1"
+            f"{_expanded(bias, scores)}"
+        )
+    if bias.dtype not in (q.dtype, torch.float32):
+        dtypes = either([str(x).removeprefix("torch.") for x in (q.dtype, torch.float32)])
+        raise ArgumentError(
+            f"{words.bias}.dtype is {bias.dtype}: it must be {words.bias_is_also}{dtypes}"
+        )
+    check_device(words.bias, bias, of=words.q, q=q)
+
+
+def _expanded(bias: Tensor, scores: tuple[int, ...]) -> str:
+    """How a bias of fewer dimensions gets 4."""
+    missing = 4 - bias.dim()
+    ways = {", ".join(["None"] * missing): (1,) * missing + bias.shape} if missing > 0 else {}
+    if missing == 1:
+        ways[":, None"] = (bias.shape[0], 1, *bias.shape[1:])
+    fitting = [way for way, x in ways.items() if all(n in (1, m) for n, m in zip(x, scores))]
+    return f": pass bias[{fitting[0]}]" if fitting else ""
+
+
+def check_order(captured: tuple[Tensor, ...]) -> None:
+    """Refuses captured tensors that require a gradient, which is summed in no fixed order."""
+    for x in captured:
+        if x.requires_grad and torch.is_grad_enabled() and x.device.type != "cpu":
+            raise NotImplementedError(
+                "deterministic=True, and a score function captured a tensor of shape "
+                f"{tuple(x.shape)} that requires a gradient: that gradient is summed in no fixed "
+                "order, so pass the tensor as bias, whose gradient is deterministic, or detach() "
+                "it"
+            )
+
+
+def warn_of_order(q: Tensor, k: Tensor, v: Tensor, words: Words) -> None:
+    """A warning, once, of shapes that heads and lengths the other way round would explain."""
+    _, seqlen, nheads, _ = q.shape
+    if q.shape == k.shape == v.shape and nheads > seqlen > 1:
+        warn_slow(
+            f"{words.q}, {words.k} and {words.v} are {nheads} heads of {seqlen} rows each; "
+            f"{words.order} (a warning of TILEWISE_CHECK=1, once)",
+            UserWarning,
+        )
 
 
 def call(
@@ -116,8 +144,7 @@ def call(
     v: Tensor,
     *,
     extras: Extras,
-    numbers: tuple[float | None, float | None, float],
-    window: tuple[str, int, int],
+    numbers: Numbers,
     deterministic: bool,
     backend: str | None = None,
     mods: Mods = NO_MODS,
@@ -125,10 +152,9 @@ def call(
     words: Words = OURS,
     entry: Entry | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The common path of all public functions: autocast, one check per signature, launch. `numbers`
-    are scale, softcap and dropout_p, `window` is the alignment of the diagonal and the keys left
-    and right of it, `words` are the function's argument names, and `entry` is the cache entry of
-    its arguments. What is not in the signature here has been checked before the lookup.
+    """The common path of all public functions: autocast, one check per signature, launch. `words`
+    are the function's argument names, and `entry` is the cache entry of its arguments. What is not
+    in the signature here has been checked before the lookup.
     """
     deterministic = check_flag("deterministic", deterministic)
     dispatch.check_backend(backend)
@@ -141,11 +167,10 @@ def call(
     if not needs_dispatcher and has_lazy(tensors):
         q, k, v, *optional = tensors = resolved(tensors)
         extras = extras_of(optional)
-    options: Any = dict(numbers=numbers[:2], align=window[0], window=window[1:], mods=mods)
-    options |= dict(deterministic=deterministic, dropout_p=numbers[2], is_long=is_long)
-    if entry is None and not needs_dispatcher and may_keep(numbers):
-        flags = deterministic, mods, is_long, backend
-        entry = entry_of(tensors, (numbers, window, flags))
+    numbers = numbers._replace(window=numbers.sides(words.window))
+    options: Any = dict(numbers=numbers, deterministic=deterministic, mods=mods, is_long=is_long)
+    if entry is None and not needs_dispatcher and numbers.are_fixed:
+        entry = entry_of(tensors, (numbers, deterministic, mods, is_long, backend))
     checked = None if entry is None else entry.call  # a compiler would watch the table
     if checked is None:
         checked = check(q, k, v, extras=extras, words=words, **options)
@@ -159,12 +184,5 @@ def call(
         if words.order and words is not HEADS_FIRST and not checked.problem.is_packed:
             warn_of_order(q, k, v=v, words=words)
         if q.device.type != "cpu":
-            check_scores(q, k, checked.scalars.scale, checked.scalars.softcap, words)
+            check_scores(q, k, checked.scalars, words)
     return ops.attention(checked, q, k, v, extras, needs_dispatcher)
-
-
-def may_keep(numbers: tuple[float | None, float | None, float]) -> bool:
-    """Whether a call may be cached, as its numbers cannot change."""
-    scale, softcap, dropout_p = numbers
-    is_fixed = all(x is None or type(x) is float for x in (scale, softcap))
-    return is_fixed and type(dropout_p) in (int, float)

@@ -1,150 +1,295 @@
-"""Argument validation: returns a `Call`, or raises an ArgumentError that names
-the argument.
+"""Checks of the tensors of a call, by the rows of `features.py`: types, dimensions, shapes, dtypes,
+devices and gradients. Dense, packed, cached and 8-bit calls pass the same functions. What tensors
+hold is in `values`, numbers are in `scalars`.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch._C._functorch import peek_interpreter_stack
 
-from ..errors import OURS, ArgumentError, Words, a_type
-from ..features import FEATURES
-from ..mods.flat import captured_by_score
-from ..problem import NO_MODS, OPTIONAL, Call, Extras, Mods, Scalars, describe
-from ..switches import is_on
-from ..tile.dropout_numbers import check_dropout
-from .qkv import check_device, check_kind, check_tensors
-from .scalars import check_numbers
+from ..errors import OURS, ArgumentError, Words, a_type, warn_slow
+from ..features import FEATURES, FLOATS, refuse_gradients
+from ..mods.compilers import share_batch
+from ..problem import Extras
+from ..tile.paging import batch_of
+from ..tile.quantize import LIMITS, is_one_byte
+from .scalars import PACKED, check_layout
 
 Tensor = torch.Tensor
+EIGHT_BITS = " or ".join(str(dtype).removeprefix("torch.") for dtype in LIMITS)
 
 
-def check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    extras: Extras,
-    numbers: tuple[float | None, float | None],
-    align: str,
-    window: tuple[int, int],
-    deterministic: bool,
-    dropout_p: float = 0,
-    mods: Mods = NO_MODS,
-    is_long: bool = False,
-    words: Words = OURS,
-) -> Call:
-    """The call of tensors in (batch, seqlen, nheads, headdim) order, but for values of lengths."""
-    (left, right), (scale, softcap) = window, numbers
-    check_tensors(q, k, v=v, words=words)
-    check_extras(q, k, extras=extras, words=words)
-    check_dropout(dropout_p)
-    if deterministic and mods.score:
-        check_order(captured_by_score(mods, extras.captured))
-    scale, softcap = check_numbers(scale, softcap, headdim=q.shape[3], dtype=q.dtype, words=words)
-    scalars = Scalars(scale, softcap, left=left, right=right, dropout_p=float(dropout_p))
-    flags: Any = dict(align=align, deterministic=deterministic, mods=mods, is_long=is_long)
-    flags["has_bias_grad"] = extras.bias is not None and extras.bias.requires_grad
-    return Call(describe(q, k, v, extras=extras, scalars=scalars, **flags), scalars)
+# one tensor
 
 
-def check_extras(q: Tensor, k: Tensor, extras: Extras, words: Words = OURS) -> None:
-    """Shapes, dtypes and devices of the optional tensors."""
-    for name, x in zip(Extras._fields[:OPTIONAL], extras):
-        if x is not None and not isinstance(x, torch.Tensor):
-            name = words._asdict().get(name, name)
-            raise ArgumentError(f"{name} is {a_type(x)}: it must be a torch.Tensor or None")
-    batch = check_packing(q, k, extras=extras, words=words)
-    for name in ("alibi_slopes", "sinks", "dropout_rng", "seqused_q", "seqused_k"):
-        check_optional(name, getattr(extras, name), q, batch, title=words._asdict().get(name, name))
-    if extras.alibi_slopes is not None and extras.alibi_slopes.requires_grad:
-        raise NotImplementedError(
-            "alibi_slopes.requires_grad: alibi_slopes have no gradient; pass "
-            "score_mod=tilewise.scores.alibi(slopes), which learns them, or detach() them"
+def check_tensor(name: str, x: Any) -> None:
+    """It is a tensor, and none of sequences of several lengths."""
+    if not isinstance(x, torch.Tensor):
+        raise ArgumentError(f"{name} is {a_type(x)}: it must be a torch.Tensor")
+    if x.is_nested:
+        raise ArgumentError(
+            f"{name} is a nested tensor: call tilewise.attention with packed sequences, (total, "
+            "nheads, headdim), which values() of a jagged tensor returns, and their offsets as "
+            "cu_seqlens_q and cu_seqlens_k"
         )
-    if extras.bias is not None:
-        check_bias(q, k, bias=extras.bias, is_packed=extras.cu_seqlens_q is not None, words=words)
-    for x in extras.captured:
-        check_device(words.captured, x, of=words.q, q=q, remark=" (Mask.to, BlockMask.to)", verb="")
 
 
-def check_values(q: Tensor, k: Tensor, extras: Extras, words: Words = OURS) -> None:
-    """Lengths of checked shapes, where values may be read."""
-    starts = ("cu_seqlens_q", extras.cu_seqlens_q, q), ("cu_seqlens_k", extras.cu_seqlens_k, k)
-    for name, x, rows in starts:
-        if x is not None and knows_values(x):
-            check_starts(name, x, rows.shape[1], words=words, nheads=rows.shape[2])
-    for name in ("seqused_q", "seqused_k"):
-        used = getattr(extras, name)
-        if used is not None and knows_values(used):
-            starts = getattr(extras, name.replace("seqused", "cu_seqlens"))
-            room = torch.full_like(used, k.shape[1]) if starts is None else starts.diff()
-            if bool(((used < 0) | (used > room)).any()):
-                raise ArgumentError(
-                    f"{name}={used.tolist()}: it must be at least 0 and at most the number of "
-                    f"rows per sequence, {room.tolist()}"
-                )
+def check_dims(name: str, x: Any, dims: int, remedy: str) -> None:
+    """It is a tensor of so many dimensions; `remedy` says which."""
+    if not isinstance(x, torch.Tensor) or x.is_nested or x.dim() != dims:
+        check_tensor(name, x)
+        raise ArgumentError(f"{name} has shape {tuple(x.shape)}: {remedy}")
 
 
-def check_order(captured: tuple[Tensor, ...]) -> None:
-    """Refuses captured tensors that require a gradient, which is summed in no fixed order."""
-    for x in captured:
-        if x.requires_grad and torch.is_grad_enabled() and x.device.type != "cpu":
-            raise NotImplementedError(
-                "deterministic=True, and a score function captured a tensor of shape "
-                f"{tuple(x.shape)} that requires a gradient: that gradient is summed in no fixed "
-                "order, so pass the tensor as bias, whose gradient is deterministic, or detach() "
-                "it"
+def check_form(name: str, x: Tensor | None, q: Tensor, of: str = "q") -> None:
+    """Dimensions, dtype and device of an optional tensor, by its row; the caller knows sizes."""
+    if x is None:
+        return
+    shape, dtypes = FEATURES[name].shapes[0], FEATURES[name].dtypes
+    remedy = f"it must be ({', '.join(shape)}{',' * (len(shape) == 1)})"
+    check_dims(name, x, dims=len(shape), remedy=remedy)
+    if shape == ("batch + 1",) and x.shape[0] == 0:
+        raise ArgumentError(f"{name} has shape {tuple(x.shape)}: {remedy}")
+    check_kind(name, x, q=q, dtypes=dtypes, of=of)
+
+
+def check_kind(
+    name: str, x: Tensor, q: Tensor, dtypes: Sequence[torch.dtype], of: str = "q"
+) -> None:
+    """A tensor has one of some dtypes, and is on the device of `of`."""
+    if x.dtype not in dtypes:
+        kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ArgumentError(f"{name}.dtype is {x.dtype}: it must be {kinds}")
+    if x.device != q.device:
+        check_device(name, x, of=of, q=q)
+
+
+def check_device(
+    name: str, x: Tensor, of: str, q: Tensor, remark: str = "", verb: str = " is"
+) -> None:
+    """Two tensors are on one device."""
+    if x.device != q.device:
+        raise ArgumentError(
+            f"{name}{verb} on {x.device} and {of} is on {q.device}: move them to one device{remark}"
+        )
+
+
+def check_rows(named: Iterable[tuple[str, Tensor]], may_copy: bool = False) -> None:
+    """The last dimension of each is contiguous."""
+    for name, x in named:
+        if x.stride(-1) != 1 and x.shape[-1] != 1:
+            remedy = f", so call {name}.contiguous()" if may_copy else ""
+            raise ArgumentError(
+                f"{name} has stride {x.stride(-1)} in its last dimension: it must be "
+                f"contiguous{remedy}"
             )
 
 
-def check_bias(
-    q: Tensor, k: Tensor, bias: Tensor, is_packed: bool = False, words: Words = OURS
+def with_contiguous_rows(named: Iterable[tuple[str, Any]]) -> list[Tensor]:
+    """Tensors whose last dimension is contiguous, or copies, as flash-attn and torch make them."""
+    tensors: list[Any] = []
+    for name, x in named:
+        if isinstance(x, torch.Tensor) and x.dim() and x.shape[-1] != 1 and x.stride(-1) != 1:
+            warn_slow(
+                f"{name} has stride {x.stride(-1)} in its last dimension, so every call copies "
+                "it: store it with that dimension contiguous"
+            )
+            x = x.contiguous()
+        tensors.append(x)
+    return tensors
+
+
+# q, k and v
+
+
+def check_rank(q: Tensor, k: Tensor, v: Tensor, words: Words = OURS) -> None:
+    """Checks that q, k and v are tensors of rank 4 (before any transpose)."""
+    is_plain = type(q) is type(k) is type(v) is torch.Tensor
+    if is_plain and q.ndim == k.ndim == v.ndim == 4:
+        if not (q.is_nested or k.is_nested or v.is_nested):
+            return
+    for name, x in zip(words[:3], (q, k, v)):
+        check_dims(name, x, dims=4, remedy=f"it must have 4 dimensions, {words.shape}")
+
+
+def in_order(
+    q: Any, k: Any, v: Any, layout: str, is_packed: bool, has_cache: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v as (batch, seqlen, nheads, headdim). Packed ones, (total, nheads, headdim), become
+    a batch of 1; packed queries over a cache stay as they are.
+    """
+    packed = "queries are (total_q, nheads, headdim)" if has_cache else PACKED
+    check_layout(layout, packed=packed if is_packed else "")
+    if has_cache:
+        where = "with a cache and cu_seqlens_q" if is_packed else "with a cache"
+        for name, x in zip("qkv", (q, k, v)):
+            has_rows = is_packed and name == "q"
+            form = "(total_q, nheads, headdim)" if has_rows else "of 4 dimensions"
+            check_dims(name, x, dims=3 if has_rows else 4, remedy=f"{where} it must be {form}")
+    elif is_packed:
+        for name, x in zip("qkv", (q, k, v)):
+            remedy = "with cu_seqlens it must be packed, (total, nheads, headdim)"
+            check_dims(name, x, dims=3, remedy=remedy)
+        q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
+    else:
+        check_rank(q, k, v=v)
+    if layout == "bhsd":
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    return q, k, v
+
+
+def sizes_of(q: Tensor, k: Tensor, cu_seqlens: Tensor | None) -> tuple[int, int, int, int]:
+    """batch, nheads, seqlen_q and seqlen_k of ordered tensors; lengths are 0 where they are packed,
+    as only the device knows them.
+    """
+    if cu_seqlens is None:
+        return q.shape[0], q.shape[2], q.shape[1], k.shape[1]
+    batch = cu_seqlens.shape[0] - 1 if isinstance(cu_seqlens, Tensor) and cu_seqlens.dim() else 0
+    return batch, q.shape[2], 0, 0
+
+
+def check_tensors(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    words: Words = OURS,
+    kinds: tuple[torch.dtype, ...] = FLOATS,
+    has_cache: bool = False,
 ) -> None:
-    """A bias that broadcasts over the scores of sequences that are rows of a batch."""
-    scores = q.shape[0], q.shape[2], q.shape[1], k.shape[1]
-    if is_packed:
+    """Dtype, device, heads, head dims and last stride of q, k and v of rank 4, in (batch, seqlen,
+    nheads, headdim) order. q has one of `kinds`, and k and v its dtype, or with `has_cache` one of
+    8 bits; pages have no batch.
+    """
+    share_batch(k, v, None if has_cache else q)
+    if _fits(q, k, v=v, kinds=kinds, has_cache=has_cache):
+        return
+    dtype, shapes = q.dtype, _shapes(q, k, v=v, words=words)
+    if has_cache:
+        if k.shape[0] != v.shape[0]:
+            raise ArgumentError(
+                f"k has {k.shape[0]} pages or rows and v has {v.shape[0]}: they must be equal"
+            )
+        dtype = check_cache_dtypes(q, k, v=v, names=("q", "k", "v"))
+    for name, x in ((words.k, k), (words.v, v)):
+        if x.dtype != dtype:
+            raise ArgumentError(
+                f"{name}.dtype is {x.dtype} and {words.q}.dtype is {q.dtype}: cast them to "
+                "one dtype"
+            )
+        check_device(name, x, of=words.q, q=q)
+        if not has_cache and x.shape[0] != q.shape[0]:
+            raise ArgumentError(
+                f"{name} has batch {x.shape[0]} and {words.q} has batch {q.shape[0]} ({shapes}): "
+                "they must be equal"
+            )
+    if q.dtype not in kinds:
         raise ArgumentError(
-            "bias does not support packed sequences: pass a score_mod that indexes the tensor by "
-            "position"
+            f"{words.q}.dtype is {q.dtype}: it must be float16, bfloat16, float32 or (on the CPU) "
+            f"float64, so cast {', '.join(words[:2])} and {words.v}"
         )
-    if bias.dtype == torch.bool:
-        indices = ("b", "h", "q_idx", "kv_idx")[max(0, 4 - bias.dim()) :]
-        indices = ("0" if n == 1 else index for n, index in zip(bias.shape, indices))
+    for size_name, dim, (name1, x1), (name2, x2) in (
+        ("seqlen", 1, (words.k, k), (words.v, v)),
+        ("heads", 2, (words.k, k), (words.v, v)),
+        ("headdim", 3, (words.q, q), (words.k, k)),
+    ):
+        sizes = [f"{size_name} {x.shape[dim]}" for x in (x1, x2)]
+        if size_name == "heads":
+            sizes = [f"{x1.shape[dim]} heads", f"{x2.shape[dim]}"]
+        if x1.shape[dim] != x2.shape[dim]:
+            raise ArgumentError(
+                f"{name1} has {sizes[0]} and {name2} has {sizes[1]} ({shapes}): they must be equal"
+                f"{'' if size_name == 'headdim' else _order(q, k, v=v, words=words)}"
+            )
+    if k.shape[2] == 0 or q.shape[2] % k.shape[2] or q.shape[2] == 0:
         raise ArgumentError(
-            f"{words.bias}.dtype is torch.bool: a bias is added to the scores, so pass the bools "
-            f"as a mask, mask_mod=lambda b, h, q_idx, kv_idx: bias[{', '.join(indices)}]"
+            f"{words.q} has {q.shape[2]} heads and {words.k} has {k.shape[2]}: the heads of "
+            f"{words.q} must be a multiple of those of {words.k} (GQA)"
+            f"{_order(q, k, v=v, words=words)}"
         )
-    if bias.dim() != 4 or any(n not in (1, m) for n, m in zip(bias.shape, scores)):
-        raise ArgumentError(
-            f"{words.bias} has shape {tuple(bias.shape)}: it must have 4 dimensions, (batch, "
-            f"nheads, seqlen_q, seqlen_k) = {scores}, each of this size or 1"
-            f"{_expanded(bias, scores)}"
-        )
-    if bias.dtype not in (q.dtype, torch.float32):
-        dtypes = _either([str(x).removeprefix("torch.") for x in (q.dtype, torch.float32)])
-        raise ArgumentError(
-            f"{words.bias}.dtype is {bias.dtype}: it must be {words.bias_is_also}{dtypes}"
-        )
-    check_device(words.bias, bias, of=words.q, q=q)
+    named = (words.q, q), (words.k, k), (words.v, v)
+    for name, x in named:
+        if x.shape[3] == 0:
+            raise ArgumentError(f"{name} has headdim 0 ({shapes}): headdim must be at least 1")
+    check_rows(named, may_copy=True)
 
 
-def _expanded(bias: Tensor, scores: tuple[int, ...]) -> str:
-    """How a bias of fewer dimensions gets 4."""
-    missing = 4 - bias.dim()
-    ways = {", ".join(["None"] * missing): (1,) * missing + bias.shape} if missing > 0 else {}
-    if missing == 1:
-        ways[":, None"] = (bias.shape[0], 1, *bias.shape[1:])
-    fitting = [way for way, x in ways.items() if all(n in (1, m) for n, m in zip(x, scores))]
-    return f": pass bias[{fitting[0]}]" if fitting else ""
+def _fits(q: Tensor, k: Tensor, v: Tensor, kinds: tuple[torch.dtype, ...], has_cache: bool) -> bool:
+    """All conditions of `check_tensors` in one expression: one by one they cost a short call 5 us
+    more.
+    """
+    batch, _, nheads, headdim = q.shape
+    batch_k, seqlen_k, nheads_k, headdim_k = k.shape
+    batch_v, seqlen_v, nheads_v, headdim_v = v.shape
+    return (
+        k.dtype == v.dtype == q.dtype in kinds
+        and k.device == v.device == q.device
+        and batch_k == batch_v
+        and (has_cache or batch == batch_k)
+        and seqlen_k == seqlen_v
+        and nheads_k == nheads_v != 0 != nheads
+        and nheads % nheads_k == 0
+        and headdim == headdim_k != 0 != headdim_v
+        and q.stride(3) == k.stride(3) == v.stride(3) == 1
+    )
 
 
-def check_packing(q: Tensor, k: Tensor, extras: Extras, words: Words = OURS) -> int:
-    """cu_seqlens of packed q and k, which come as a batch of 1; the number of sequences."""
+def _shapes(q: Tensor, k: Tensor, v: Tensor, words: Words) -> str:
+    order = (0, 2, 1, 3) if words.is_heads_first else range(4)
+    said = [f"{name} {tuple(x.shape[i] for i in order)}" for name, x in zip(words[:3], (q, k, v))]
+    dims = [("batch", "seqlen", "nheads", "headdim")[i] for i in order]
+    return f"({', '.join(dims)}): {', '.join(said)}"
+
+
+def _order(q: Tensor, k: Tensor, v: Tensor, words: Words) -> str:
+    """A remedy more, where the shapes are right with heads and lengths the other way round."""
+    nheads, nheads_k = q.shape[1], k.shape[1]
+    fits = nheads_k == v.shape[1] != 0 and nheads % nheads_k == 0 and k.shape[2] == v.shape[2]
+    return f"; {words.order}" if fits and words.order else ""
+
+
+# the optional tensors
+
+
+def check_extras(
+    q: Tensor, k: Tensor, extras: Extras, words: Words = OURS, has_cache: bool = False
+) -> None:
+    """Types, shapes, dtypes and devices of the optional tensors. With a cache lengths have been
+    checked (`cached.check_table`); a bias is checked by `call.check_bias`.
+    """
+    for name, x in zip(Extras._fields, extras.optional):
+        if x is not None and not isinstance(x, torch.Tensor):
+            name = getattr(words, name, name)
+            raise ArgumentError(f"{name} is {a_type(x)}: it must be a torch.Tensor or None")
+    if has_cache:
+        batch = batch_of(q, extras.cu_seqlens_q)
+    else:
+        batch = check_packing(q, k, extras=extras)
+        refuse_gradients("slopes", [("alibi_slopes", extras.alibi_slopes)])
+    sizes = {"nheads": q.shape[-2], "batch": batch, "batch + 1": batch + 1, "2": 2}
+    for name, x in zip(Extras._fields, extras.optional):
+        feature, name = FEATURES[name], getattr(words, name, name)
+        if x is None or not feature.shapes:
+            continue
+        shapes = [tuple([sizes[size] for size in shape]) for shape in feature.shapes]
+        if tuple(x.shape) not in shapes:
+            count = f"{batch} sequences" if has_cache else f"batch {q.shape[0]}"
+            raise ArgumentError(
+                f"{name} has shape {tuple(x.shape)}: with q of {q.shape[-2]} heads and {count} it "
+                f"must be {either(shapes)}"
+            )
+        check_kind(name, x, q=q, dtypes=feature.dtypes)
+    name, remark = words.captured, " (Mask.to, BlockMask.to)"
+    if has_cache:
+        name, remark = "mask_mod has a tensor", " (Mask.to)"
+    for x in extras.captured:
+        check_device(name, x, of=words.q, q=q, remark=remark, verb="")
+
+
+def check_packing(q: Tensor, k: Tensor, extras: Extras) -> int:
+    """Shapes and dtypes of the packing; returns the number of sequences."""
     cu_q, cu_k = extras.cu_seqlens_q, extras.cu_seqlens_k
     if cu_q is None and cu_k is None:
         if extras.seqused_q is not None:
@@ -159,77 +304,74 @@ def check_packing(q: Tensor, k: Tensor, extras: Extras, words: Words = OURS) -> 
                 f"{name} has shape {tuple(x.shape)}: cu_seqlens_q and cu_seqlens_k must both be "
                 "(batch + 1,)"
             )
-        check_kind(name, x, q=q, dtypes=FEATURES[name].dtypes)
     return cu_q.shape[0] - 1
 
 
-def check_starts(
-    name: str, starts: Tensor, total: int, rows: str = "rows", words: Words = OURS, nheads: int = -1
-) -> None:
-    """Where packed sequences begin; there may be more rows behind the last. With `nheads` rows the
-    dimensions may have another order.
-    """
-    values = starts.tolist()
-    if values[0] != 0 or values[-1] > total or any(a > b for a, b in itertools.pairwise(values)):
+# 8 bits
+
+
+def check_cache_dtypes(q: Tensor, k: Tensor, v: Tensor, names: tuple[str, str, str]) -> torch.dtype:
+    """The dtype of a cache: that of q, which are its queries or its new keys, or one of 8 bits."""
+    if not (is_one_byte(k) or is_one_byte(v)):
+        return q.dtype
+    of_q, of_k, of_v = names
+    for name, x in ((of_k, k), (of_v, v)):
+        if is_one_byte(x) and x.dtype not in LIMITS:
+            raise NotImplementedError(
+                f"{name}.dtype is {x.dtype}: 8-bit caches are {EIGHT_BITS}; tilewise.cache.append "
+                "writes such a cache"
+            )
+    if k.dtype != v.dtype:
         raise ArgumentError(
-            f"{name}={values}: it must begin with 0, never decrease, and end with at most the "
-            f"number of packed {rows}, {total}{f'; {words.order}' if values[-1] == nheads else ''}"
+            f"{of_k}.dtype is {k.dtype} and {of_v}.dtype is {v.dtype}: a cache has one dtype, so "
+            "quantise both, or none"
         )
-
-
-def knows_values(x: Tensor) -> bool:
-    """Whether the checks may read a tensor's values: on the CPU, and on a GPU with
-    TILEWISE_CHECK=1, as it synchronizes. Never while traced.
-    """
-    if type(x) is not Tensor or torch.compiler.is_compiling():
-        return False
-    if torch._C._len_torch_dispatch_stack() or peek_interpreter_stack():
-        return False
-    return x.device.type == "cpu" or is_on("TILEWISE_CHECK")
-
-
-# Kernels subtract the maximum from scaled scores in one multiply-add, which leaves the rounding of
-# the scaled maximum as an exponent: half of its last bit, 8 at 2^28, where P may leave fp16, and
-# 128 at 2^32, where it leaves fp32
-LARGEST_SCORE = 2.0**27
-
-
-def check_scores(
-    q: Tensor, k: Tensor, scale: float, softcap: float = 0.0, words: Words = OURS
-) -> None:
-    """The norms of q and k, or a softcap, allow no score past LARGEST_SCORE: on a GPU it would give
-    NaN. It synchronizes with the device, so it runs only with TILEWISE_CHECK=1.
-    """
-    if q.numel() == 0 or k.numel() == 0 or 0 < softcap <= LARGEST_SCORE:
-        return
-    norms = [torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64).amax().item() for x in (q, k)]
-    if scale * norms[0] * norms[1] > LARGEST_SCORE:
+    if q.dtype not in FLOATS:
         raise ArgumentError(
-            f"rows of {words.q} have norms up to {norms[0]:.3g}, rows of {words.k} up to "
-            f"{norms[1]:.3g}, and {words.scale} is {scale:.3g}: scores may reach "
-            f"{scale * norms[0] * norms[1]:.3g}, and scores above 2^27 may give NaN on a GPU; "
-            f"scale {words.q} down"
+            f"{of_q}.dtype is {q.dtype}: with a KV cache of {k.dtype} it must be bfloat16, float16 "
+            "or (on the CPU) float32 or float64"
         )
+    return k.dtype
 
 
-def check_optional(
-    name: str, x: Tensor | None, q: Tensor, batch: int, count: str = "", title: str = ""
-) -> None:
-    """Shape, dtype and device of an optional tensor; `count` says how many sequences there are, and
-    `title` is the caller's name of the argument.
+def check_descale(
+    name: str, x: Tensor | None, stored: Tensor, batch: int | None, of: str = "k", cache: str = ""
+) -> Any:
+    """Scales of 8-bit tensors, (..., rows, nheads_k, headdim). Those of a `cache`, which is its
+    layout, may be by row, and are returned in its order; `batch` is None where nothing says which
+    sequence a key is of.
     """
     if x is None:
-        return
-    feature, title = FEATURES[name], title or name
-    sizes = {"nheads": q.shape[-2], "batch": batch, "2": 2}
-    shapes = [tuple([sizes[size] for size in shape]) for shape in feature.shapes]
-    if tuple(x.shape) not in shapes:
+        return None
+    check_tensor(name, x)
+    if cache and stored.dtype not in LIMITS:
         raise ArgumentError(
-            f"{title} has shape {tuple(x.shape)}: with q of {q.shape[-2]} heads and "
-            f"{count or f'batch {q.shape[0]}'} it must be {_either(shapes)}"
+            f"{name} with {of} of {stored.dtype}: only caches of {EIGHT_BITS} have scales, so "
+            "leave it out"
         )
-    check_kind(title, x, q=q, dtypes=feature.dtypes)
+    feature, sizes = FEATURES["k_descale"], {"nheads_k": stored.shape[2], "batch": batch}
+    check_kind(name, x, q=stored, dtypes=feature.dtypes, of=of)
+    shapes = [tuple([sizes[size] for size in shape]) for shape in feature.shapes]
+    shapes = [shape for shape in shapes if None not in shape]
+    if tuple(x.shape) in shapes:
+        return x
+    if not cache:
+        raise ArgumentError(
+            f"{name} has shape {tuple(x.shape)}: it must be (), ({stored.shape[2]},) or "
+            f"{(batch, stored.shape[2])}, one number, one per key head, or one per sequence and "
+            "key head, for q, too"
+        )
+    is_by_heads = cache == "bhsd"
+    ordered = x.transpose(1, 2) if is_by_heads and x.dim() == 3 else x
+    if ordered.shape == stored.shape[:-1]:
+        return ordered
+    rows = stored.transpose(1, 2) if is_by_heads else stored
+    accepted = [*shapes, f"{tuple(rows.shape[:-1])}, that of {of} without its last dimension"]
+    raise ArgumentError(
+        f"{name} has shape {tuple(x.shape)}: it must be {either(accepted)}; expand() it"
+    )
 
 
-def _either(choices: Sequence) -> str:
+def either(choices: Iterable[Any]) -> str:
+    """The choices with "or" between them."""
     return " or ".join(dict.fromkeys(map(str, choices)))

@@ -19,7 +19,7 @@ from ..mods.compilers import gives_constant
 from ..mods.flat import NO_MODIFIERS, FlatMods
 from ..mods.masks import Mask, chunked, mask
 from ..problem import OPEN, Extras, Mods
-from .scalars import as_int
+from .scalars import Numbers, as_int
 
 Tensor = torch.Tensor
 
@@ -35,12 +35,13 @@ def check_chunk(chunk: Any) -> int:
     return operator.index(size)  # a compiler makes a graph for each: it is part of the code
 
 
-def chunk_band(chunk: int, sides: tuple[int, int]) -> tuple[int, int]:
-    """A band, which no chunk reaches beyond."""
+def within_chunk(numbers: Numbers, chunk: int) -> Numbers:
+    """The numbers with a band that no chunk reaches beyond."""
     if not chunk:
-        return sides
+        return numbers
+    sides = numbers.sides("window_size")
     left, right = (chunk - 1 if n == OPEN else min(n, chunk - 1) for n in sides)
-    return left, right
+    return numbers._replace(window=(left, right))
 
 
 def chunk_of_batch(chunk: int, q: Tensor, k: Tensor) -> FlatMods:

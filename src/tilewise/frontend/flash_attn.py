@@ -14,16 +14,25 @@ from ..kernels.common.quantized import Quantized
 from ..keywords import refuses_others, unexpected
 from ..mods.masks import chunked
 from ..ops import context_parallel as shards
-from ..ops.calls import find
+from ..ops.calls import Entry, find
 from ..problem import Extras
 from ..tile.dropout_numbers import check_dropout, draw_rng
 from . import fp8
 from .attention import attention
 from .call import call, launch
-from .chunks import check_chunk, chunk_band, chunk_of_batch, chunk_of_packed
-from .paths import Fp8Arguments, has_fp8
-from .qkv import check_rank, in_order, with_contiguous_rows
-from .scalars import Window, as_bound, as_int, band, check_bounds, check_flag, is_long, longest_of
+from .checks import check_rank, in_order, with_contiguous_rows
+from .chunks import check_chunk, chunk_of_batch, chunk_of_packed, within_chunk
+from .paths import eight_bit_inputs, has_fp8
+from .scalars import (
+    Numbers,
+    Window,
+    as_bound,
+    as_int,
+    check_bounds,
+    check_flag,
+    is_long,
+    longest_of,
+)
 
 Tensor = torch.Tensor
 WORDS = Words(
@@ -139,40 +148,20 @@ def flash_attn_func(
             return (out, lse, None) if return_attn_probs else (out, lse) if return_lse else out
     _check_hints(num_splits, pack_gqa)
     extras = Extras(alibi_slopes, learnable_sink)
-    if has_more or k is None or v is None or has_fp8(q) or isinstance(q, Quantized):
-        check_flag("deterministic", deterministic)
-        refuse("fp8", dropout_p=dropout_p or None, attention_chunk=attention_chunk or None)
-        fp8_arguments = Fp8Arguments(
-            q_descale,
-            k_descale,
-            v_descale=v_descale,
-            extras=extras,
-            causal=_flag(causal),
-            scale=softmax_scale,
-            window=window_size,
-            softcap=softcap,
-            out_dtype=out_dtype,
-            words=WORDS,
-        )
-        out, lse = fp8.attend(q, k, v, fp8_arguments)
-        return _returned(out, lse, return_attn_probs=return_attn_probs, return_lse=return_lse)
-    q, k, v = with_contiguous_rows(zip("qkv", inputs))
-    check_rank(q, k, v=v, words=WORDS)
-    if not all(x is y for x, y in zip(inputs, (q, k, v))):
-        entry = None  # what is launched are others
-    chunk = check_chunk(attention_chunk)
-    chunks = chunk_of_batch(chunk, q, k=k)
-    out, lse = call(
-        q,
-        k,
-        v=v,
-        extras=extras._replace(dropout_rng=_rng(dropout_p, q), captured=chunks.captured),
-        numbers=(softmax_scale, softcap, dropout_p),
-        window=_window(window_size, causal, chunk=chunk),
+    numbers = Numbers(softmax_scale, softcap, dropout_p, causal=_flag(causal), window=window_size)
+    is_fp8 = has_more or k is None or v is None or has_fp8(q) or isinstance(q, Quantized)
+    quantized = None
+    if is_fp8:
+        quantized = eight_bit_inputs(q, k, v, q_descale, k_descale, v_descale)
+    out, lse = _attend(
+        inputs,
+        extras,
+        numbers=numbers,
         deterministic=deterministic,
-        mods=chunks.mods,
-        words=WORDS,
+        attention_chunk=attention_chunk,
         entry=entry,
+        quantized=quantized,
+        out_dtype=out_dtype,
     )
     return _returned(out, lse, return_attn_probs=return_attn_probs, return_lse=return_lse)
 
@@ -264,32 +253,13 @@ def flash_attn_varlen_func(
     is_fp8 = not (q_descale is out_dtype is None) or k is None or v is None or has_fp8(q)
     if block_table is None:  # pages have scales over 16-bit q, too
         is_fp8 = is_fp8 or not (k_descale is v_descale is None)
-    if is_fp8 or isinstance(q, Quantized):
-        check_flag("deterministic", deterministic)
-        unserved = dict(dropout_p=dropout_p or None, attention_chunk=attention_chunk or None)
-        refuse("fp8", **unserved, block_table=block_table)
-        fp8_arguments = Fp8Arguments(
-            q_descale,
-            k_descale,
-            v_descale=v_descale,
-            extras=extras,
-            causal=_flag(causal),
-            scale=softmax_scale,
-            window=window_size,
-            softcap=softcap,
-            max_seqlen_q=max_seqlen_q,
-            out_dtype=out_dtype,
-            words=WORDS,
-        )
-        out, lse = fp8.attend(q, k, v, fp8_arguments)
-        return _returned(out, lse, return_attn_probs=return_attn_probs, return_lse=return_lse)
-    q, k, v = with_contiguous_rows(zip("qkv", inputs))
-    if not all(x is y for x, y in zip(inputs, (q, k, v))):
-        entry = None  # what is launched are others
-    if block_table is not None:
+    is_fp8 = is_fp8 or isinstance(q, Quantized)
+    numbers = Numbers(softmax_scale, softcap, dropout_p, causal=_flag(causal), window=window_size)
+    if block_table is not None and not is_fp8:
         refuse("cached", seqused_q=seqused_q, dropout_p=dropout_p or None)
         shards.refuse_shards()
         chunk = check_chunk(attention_chunk)
+        q, k, v = with_contiguous_rows(zip("qkv", inputs))
         out, lse = attention(
             q,
             k,
@@ -302,31 +272,82 @@ def flash_attn_varlen_func(
             sinks=learnable_sink,
             k_descale=k_descale,
             v_descale=v_descale,
-            causal=_flag(causal),
+            causal=numbers.causal,
             scale=softmax_scale,
-            window=chunk_band(chunk, band(window_size, _flag(causal), name="window_size")),
+            window=within_chunk(numbers, chunk).sides("window_size"),
             softcap=softcap,
             mask_mod=chunked(chunk) if chunk else None,
             return_lse=True,
         )
-        return _returned(out, lse, return_attn_probs=return_attn_probs, return_lse=return_lse)
-    q, k, v = in_order(q, k, v, "bshd", True)
-    chunk = check_chunk(attention_chunk)
-    chunks = chunk_of_packed(chunk, extras)
+    else:
+        quantized = None
+        if is_fp8:
+            refuse("fp8", block_table=block_table)
+            quantized = eight_bit_inputs(q, k, v, q_descale, k_descale, v_descale)
+        out, lse = _attend(
+            inputs,
+            extras,
+            numbers=numbers,
+            deterministic=deterministic,
+            attention_chunk=attention_chunk,
+            max_seqlen_q=max_seqlen_q,
+            entry=entry,
+            quantized=quantized,
+            out_dtype=out_dtype,
+        )
+    return _returned(out, lse, return_attn_probs=return_attn_probs, return_lse=return_lse)
+
+
+def _attend(
+    inputs: tuple[Any, Any, Any],
+    extras: Extras,
+    *,
+    numbers: Numbers,
+    deterministic: bool,
+    attention_chunk: int,
+    max_seqlen_q: Any = None,
+    entry: Entry | None,
+    quantized: Quantized | None,
+    out_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor]:
+    """`out` and `lse` of a call whose signature is new; `quantized` is what FP8 products read."""
+    if quantized is not None:
+        check_flag("deterministic", deterministic)
+        dropout_p = numbers.dropout_p or None
+        refuse("fp8", dropout_p=dropout_p, attention_chunk=attention_chunk or None)
+        return fp8.attend(
+            quantized,
+            is_raw=not isinstance(inputs[0], Quantized),
+            extras=extras,
+            numbers=numbers,
+            max_seqlen_q=max_seqlen_q,
+            out_dtype=out_dtype,
+            words=WORDS,
+        )
+    q, k, v = with_contiguous_rows(zip("qkv", inputs))
+    if not all(x is y for x, y in zip(inputs, (q, k, v))):
+        entry = None  # what is launched are others
+    chunk, is_packed = check_chunk(attention_chunk), extras.cu_seqlens_q is not None
+    if is_packed:
+        q, k, v = in_order(q, k, v, "bshd", True)
+        chunks = chunk_of_packed(chunk, extras)
+    else:
+        check_rank(q, k, v=v, words=WORDS)
+        chunks = chunk_of_batch(chunk, q, k=k)
+    rng = draw_rng(q.device) if check_dropout(numbers.dropout_p) else None
     out, lse = call(
         q,
         k,
         v=v,
-        extras=extras._replace(dropout_rng=_rng(dropout_p, q), captured=chunks.captured),
-        numbers=(softmax_scale, softcap, dropout_p),
-        window=_window(window_size, causal, chunk=chunk),
+        extras=extras._replace(dropout_rng=rng, captured=chunks.captured),
+        numbers=within_chunk(numbers, chunk),
         deterministic=deterministic,
         mods=chunks.mods,
-        is_long=is_long(max_seqlen_q),
+        is_long=is_packed and is_long(max_seqlen_q),
         words=WORDS,
         entry=entry,
     )
-    return _returned(out.squeeze(0), lse.squeeze(0), return_attn_probs, return_lse)
+    return (out.squeeze(0), lse.squeeze(0)) if is_packed else (out, lse)
 
 
 def is_plain(dropout_p: float, attention_chunk: int) -> bool:
@@ -344,15 +365,6 @@ def _returned(out: Tensor, lse: Tensor, return_attn_probs: bool, return_lse: boo
     if check_flag("return_attn_probs", return_attn_probs):
         return out, lse, None
     return (out, lse) if check_flag("return_lse", return_lse) else out
-
-
-def _rng(dropout_p: float, q: Tensor) -> Tensor | None:
-    return draw_rng(q.device) if check_dropout(dropout_p) else None
-
-
-def _window(window_size: Window, causal: bool, chunk: int) -> tuple[str, int, int]:
-    limits = band(window_size, _flag(causal), name="window_size")
-    return "bottom_right", *chunk_band(chunk, limits)
 
 
 def _check_hints(num_splits: int, pack_gqa: bool | None) -> None:

@@ -17,12 +17,12 @@ from ..mods.block_mask import BlockMask
 from ..mods.compilers import share_batch
 from ..mods.flatten import check_block_mask, modifiers_of
 from ..mods.scores import ScoreFunction
-from ..problem import OPEN, Extras
+from ..problem import Extras
 from . import sdpa
 from .broadcasting import batched, with_positive_scale
 from .call import call
-from .qkv import check_rank
-from .scalars import check_flag
+from .checks import check_rank
+from .scalars import Numbers, check_flag
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import AuxRequest
@@ -103,8 +103,7 @@ def flex_attention(
         x.key.transpose(1, 2),
         v=x.value.transpose(1, 2),
         extras=Extras(captured=modifiers.captured),
-        numbers=(scale, None, 0.0),
-        window=("bottom_right", OPEN, OPEN),
+        numbers=Numbers(scale),
         deterministic=False,
         mods=modifiers.mods,
         words=WORDS,

@@ -1,4 +1,4 @@
-"""flash-attn's functions for a KV cache as drop-in functions over `attention` and
+"""flash-attn's function for a KV cache, as a drop-in function over `attention` and
 `cache.append`.
 """
 
@@ -11,19 +11,15 @@ import torch
 from ..errors import ArgumentError
 from ..kernels.common.appended import AppendedCall
 from ..kernels.common.cached import NO_CACHE, OUT
-from ..kernels.common.shared_memory import check_written
 from ..keywords import refuses_others, unexpected
 from ..mods.masks import Predicate, chunked
 from ..ops import append as append_ops
-from ..ops.attention import needs_dispatcher
 from ..ops.calls import Entry, find
-from ..tile import split_kv
 from ..tile.paging import batch_of
-from . import invariance
-from .cache_checks import check_cached, check_reach, last_read
-from .call import attend_cached, launch_step
-from .checks import knows_values
-from .chunks import check_chunk, chunk_band
+from . import invariance, values
+from .cached import attend_cached, check_cached, launch_step
+from .checks import check_kind, check_tensor, with_contiguous_rows
+from .chunks import check_chunk, within_chunk
 from .new_keys import (
     append_apart,
     append_new,
@@ -31,8 +27,7 @@ from .new_keys import (
     check_rotation,
     without_padding,
 )
-from .qkv import check_kind, check_tensor, with_contiguous_rows
-from .scalars import Window, as_int, band, check_flag, longest_of
+from .scalars import Numbers, Window, as_int, band, check_flag, longest_of
 
 Tensor = torch.Tensor
 
@@ -185,8 +180,10 @@ def flash_attn_with_kvcache(
     if cache_batch_idx is not None:
         place, names = cache_batch_idx.unsqueeze(1), (names[0], "cache_batch_idx")
     chunk = check_chunk(attention_chunk)
-    window = chunk_band(chunk, band(window_size, causal, name="window_size"))
-    last_key = last_read(q, cu_seqlens_q, left=window[0])
+    numbers = Numbers(softmax_scale, softcap, causal=causal, window=window_size)
+    sides = within_chunk(numbers, chunk).sides("window_size")
+    numbers = numbers._replace(window=sides)
+    last_key = values.last_read(q, cu_seqlens_q, left=sides[0])
     used, fewest = before, None
     if k is not None:
         if v is None:
@@ -194,12 +191,12 @@ def flash_attn_with_kvcache(
         check_tensor("k", k)
         new = k.shape[1] if cu_seqlens_k_new is None else cu_seqlens_k_new.diff()
         names = f"{names[0]} + new keys", names[1]
-        used = before + new if knows_values(before) else None
+        used = before + new if values.knows_values(before) else None
         if isinstance(new, int):
             fewest = [new] * batch
-        elif knows_values(new):
+        elif values.knows_values(new):
             fewest = new.tolist()
-    check_reach(
+    values.check_reach(
         k_cache, place, before if used is None else used, names=names, least=fewest, read=last_key
     )
     inner = keep = None
@@ -229,10 +226,7 @@ def flash_attn_with_kvcache(
     outer = None if has_new or chunk else entry
     result, lse = _attend(
         (*tensors, *descales, out),
-        causal=causal,
-        scale=softmax_scale,
-        window=window,
-        softcap=softcap,
+        numbers,
         mask_mod=chunked(chunk) if chunk else None,
         entry=inner or outer,
         longest=longest,
@@ -259,69 +253,10 @@ def _lengths(
     return torch.full((batch,), length, dtype=torch.int32, device=k_cache.device)
 
 
-def flash_attn_combine(
-    out_partial: Tensor,
-    lse_partial: Tensor,
-    out: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:
-    """flash-attn 3's `flash_attn_combine`: merges results over disjoint keys.
-
-    Example:
-        >>> import torch, tilewise
-        >>> out, lse = torch.randn(3, 2, 5, 4, 32), torch.randn(3, 2, 5, 4)  # 3 splits
-        >>> out, lse = tilewise.flash_attn_combine(out, lse)
-        >>> out.shape, lse.shape
-        (torch.Size([2, 5, 4, 32]), torch.Size([2, 5, 4]))
-
-    Args:
-        out_partial: (splits, batch, seqlen, nheads, headdim_v), or packed (splits, total, nheads,
-            headdim_v).
-        lse_partial: shaped as out_partial without the last dimension, natural log.
-        out: written in place; else allocated.
-        out_dtype: dtype of the result; by default the dtype of out_partial.
-
-    Returns:
-        (out, lse), folded from the first split to the last in fp32 (fp64 for fp64).
-
-    Raises:
-        ArgumentError: shapes or dtypes do not match.
-    """
-    for name, x in (("out_partial", out_partial), ("lse_partial", lse_partial)):
-        check_tensor(name, x)
-    if out_partial.dim() not in (4, 5) or out_partial.shape[:-1] != lse_partial.shape:
-        raise ArgumentError(
-            f"out_partial has shape {tuple(out_partial.shape)} and lse_partial "
-            f"{tuple(lse_partial.shape)}: they must be (splits, batch, seqlen, nheads, headdim_v), "
-            "or (splits, total, nheads, headdim_v), and the same without headdim_v"
-        )
-    if out is not None:
-        if out.shape != out_partial.shape[1:]:
-            raise ArgumentError(
-                f"out has shape {tuple(out.shape)}: it must be {tuple(out_partial.shape[1:])}"
-            )
-        if not needs_dispatcher((out,)):
-            check_written("out", out)
-    exact = torch.promote_types(out_partial.dtype, torch.float32)
-    acc_o, m_i = out_partial.to(exact), lse_partial.to(exact).unsqueeze(-1)
-    has_keys = m_i > -torch.inf
-    acc_o = acc_o.masked_fill(~has_keys, 0)  # a split without keys may hold anything
-    state = split_kv.empty_state(acc_o.new_zeros(acc_o.shape[1:]))
-    for part in zip(acc_o, m_i, has_keys.to(exact)):
-        state = split_kv.fold(state, split_kv.SplitState._make(part))
-    merged, lse = split_kv.finish(state)
-    if out is not None:
-        return out.copy_(merged), lse
-    return merged.to(out_partial.dtype if out_dtype is None else out_dtype), lse
-
-
 def _attend(
     tensors: tuple[Tensor | None, ...],
+    numbers: Numbers,
     *,
-    causal: bool,
-    scale: float | None,
-    window: Window,
-    softcap: float,
     mask_mod: Predicate | None,
     entry: Entry | None = None,
     longest: int = 0,
@@ -331,12 +266,11 @@ def _attend(
     """
     addresses = None
     if mask_mod is None and entry is None:
-        plain = "cache", causal, scale, softcap, invariance.is_on, longest
-        entry, addresses = find(tensors, plain, window=window, checks_values=True)
+        plain = "cache", *numbers[:-1], invariance.is_on, longest  # but the window
+        entry, addresses = find(tensors, plain, window=numbers.window, checks_values=True)
     if entry is not None and entry.call is not None:
         results = launch_step(entry.call, tensors, addresses=addresses, has_lse=True)
         if results is not None:
             return results
     cached = NO_CACHE.of_tensors(tensors[:OUT])._replace(entry=entry, longest=longest)
-    options: Any = dict(causal=causal, scale=scale, window=window, softcap=softcap)
-    return attend_cached(check_cached(cached, mask_mod=mask_mod, **options), tensors[OUT], "bshd")
+    return attend_cached(check_cached(cached, numbers, mask_mod=mask_mod), tensors[OUT], "bshd")

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import ArgumentError
+from ..features import refuse_gradients
 from ..kernels.common.appended import AppendedCall
 from ..ops import append as append_ops
 from ..tile.rotary import Rotary, rotate
 from .append import check_call, check_tables
-from .cache_checks import check_no_grad
-from .checks import knows_values
+from .values import check_leftpad
 
 Tensor = torch.Tensor
 
@@ -35,9 +35,9 @@ def append_new(call: AppendedCall, used: Tensor | None, is_kept: bool) -> Append
         return append_apart(call, used)
     counted = call.before if used is None else used
     check_call(call.append._replace(seqused_k=counted, rotary=None))
-    check_no_grad([("q", call.q)])
+    refuse_gradients("cached", [("q", call.q)])
     if call.leftpad is not None and used is not None:
-        _check_leftpad(call.leftpad, used)
+        check_leftpad(call.leftpad, used)
     prologue, step = append_ops.prepare(call, is_kept)
     rotated = None if prologue.rotated is None else prologue.rotated.ptr
     q, table = call.q if rotated is None else rotated, prologue.table
@@ -110,19 +110,9 @@ def without_padding(
     """The keys of each sequence, and the page table of a cache as pages of one row: a sequence has
     those from its padding on.
     """
-    _check_leftpad(leftpad, used)
+    check_leftpad(leftpad, used)
     if rows is None:
         rows = torch.arange(used.shape[0], dtype=torch.int32, device=leftpad.device)
     seqlen = k_cache.shape[1]
     positions = torch.arange(seqlen, dtype=torch.int32, device=leftpad.device)
     return used - leftpad, (rows * seqlen + leftpad).unsqueeze(1) + positions
-
-
-def _check_leftpad(leftpad: Tensor, used: Tensor) -> None:
-    """Checks values where they may be read."""
-    if knows_values(leftpad) and knows_values(used) and leftpad.shape == used.shape:
-        if bool(((leftpad < 0) | (leftpad > used)).any()):
-            raise ArgumentError(
-                f"cache_leftpad={leftpad.tolist()}: it must be at least 0 and at most the keys of "
-                f"its sequence, {used.tolist()}"
-            )

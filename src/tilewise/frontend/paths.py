@@ -5,20 +5,19 @@ products and functions of scores. `frontend/__init__` puts it here.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import OURS, Words
-from ..kernels.common.quantized import Quantized
+from ..errors import ArgumentError
+from ..kernels.common.quantized import Quantized, Scales
 from ..mods.flat import FlatMods
-from ..problem import Extras
-from .scalars import Window
 
 if TYPE_CHECKING:
     from ..mods.block_mask import BlockMask
 
 Tensor = torch.Tensor
+DESCALES = "q_descale", "k_descale", "v_descale"
 # As q they are for FP8 products, or refused by name
 ONE_BYTE = frozenset(
     {
@@ -28,30 +27,31 @@ ONE_BYTE = frozenset(
 )
 
 
-class Fp8Arguments(NamedTuple):
-    """The arguments of a call with FP8 products, but for q, k and v."""
-
-    q_descale: Tensor | None
-    k_descale: Tensor | None
-    v_descale: Tensor | None
-    extras: Extras  # without a bias and what functions captured
-    causal: bool | str
-    scale: float | None
-    window: Window
-    softcap: float | None
-    max_seqlen_q: Any = None
-    layout: str = "bshd"
-    out_dtype: torch.dtype | None = None
-    backward: str | None = None
-    backend: str | None = None
-    words: Words = OURS
-
-
 def has_fp8(q: Any) -> bool:
     """Whether a call is one with FP8 products, by its q."""
     return type(q) is Quantized or getattr(q, "dtype", None) in ONE_BYTE
 
 
-attend_fp8: Callable[[Any, Any, Any, Fp8Arguments, bool], tuple[Tensor, Tensor]]
+def eight_bit_inputs(q: Any, k: Any, v: Any, *descales: Any) -> Quantized:
+    """What a call with FP8 products reads: a `Quantized`, or one that has the caller's q, k and v,
+    whose `v_t` is v, and `descales`, those of DESCALES.
+    """
+    if not isinstance(q, Quantized):
+        return Quantized(q, k, v_t=v, scales=Scales._make(descales))
+    if not (k is v is None):
+        raise ArgumentError(
+            "k and v with a Quantized, which holds all three: pass it in place of q, and None for "
+            "k and v"
+        )
+    for name, x in zip(DESCALES, descales):
+        if x is not None:
+            raise ArgumentError(
+                f"{name} with a Quantized, which holds its scales: leave it out, or pass it to "
+                "tilewise.quantize in scales="
+            )
+    return q
+
+
+attend_fp8: Callable[..., tuple[Tensor, Tensor]]
 modifiers_of: Callable[[Any, Any, BlockMask | None, tuple[int, int, int, int]], FlatMods]
 check_block_mask: Callable[[Any, tuple[int, int, int, int], bool, bool], BlockMask | None]

@@ -7,6 +7,7 @@ from typing import Any, Never
 import torch
 
 from ..errors import ArgumentError
+from ..features import refuse_gradients
 from ..kernels.common.quantized import Lengths, Quantized, Scales, Source
 from ..kernels.cpu.quantize import Steps
 from ..keywords import refuses_others, unexpected
@@ -16,10 +17,10 @@ from ..ops.calls import find
 from ..problem import Extras
 from ..tile.rotary import Rotary
 from .append import check_rotary
-from .checks import check_extras, check_values, knows_values
-from .fp8_checks import check_signs, descale
-from .qkv import check_tensors, in_order
-from .scalars import check_flag, check_layout
+from .checks import check_extras, check_tensors, in_order
+from .fp8 import expanded_scale
+from .scalars import check_flag
+from .values import check_signs, check_values, longest_known
 
 Tensor = torch.Tensor
 
@@ -104,10 +105,9 @@ def quantize(
     if (scales is None or is_three) and (rotary is None or rotary is turning):
         entry, _ = find((q, k, v, *own_scales, *lengths, *turning[:2]), plain)
     call = None if entry is None else entry.call
+    q, k, v = in_order(q, k, v, layout, is_packed)
     if call is None:
         call = ops.CallQuantize(_steps(rotate, smooth))
-        check_layout(layout)
-        q, k, v = in_order(q, k, v, layout, is_packed)
         check_tensors(q, k, v=v)
         extras = Extras(None, None, seqused_k, seqused_q, cu_seqlens_q, cu_seqlens_k)
         check_extras(q, k, extras=extras)
@@ -116,8 +116,6 @@ def quantize(
             rotary = _tables(rotary, k, of=lengths)
         if entry is not None:
             entry.call = call
-    else:
-        q, k, v = in_order(q, k, v, layout, is_packed)
     sequences = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     checked_scales = _scales(scales, k, sequences)
     check_signs(zip(("scales.q", "scales.k"), checked_scales))
@@ -142,17 +140,8 @@ def _tables(rotary: Any, k: Tensor, of: Lengths) -> Rotary:
     """Rotary tables, with a row for each key where lengths are known."""
     check_rotary(rotary, k, of="k")
     is_interleaved = check_flag("rotary.interleaved", rotary.interleaved)
-    for name, x in zip(("cos", "sin"), rotary):
-        if x.requires_grad and torch.is_grad_enabled():
-            raise NotImplementedError(
-                f"rotary.{name}.requires_grad: tables have no gradient; detach() it"
-            )
-    longest, starts, used = k.shape[1], of.cu_seqlens_k, of.seqused_k
-    counts = starts if used is None else used
-    if counts is not None:
-        longest = 0
-        if knows_values(counts):
-            longest = max((counts.diff() if used is None else counts).tolist(), default=0)
+    refuse_gradients("tables", [("rotary.cos", rotary.cos), ("rotary.sin", rotary.sin)])
+    longest = longest_known(k.shape[1], starts=of.cu_seqlens_k, used=of.seqused_k)
     if longest > rotary.cos.shape[0]:
         raise ArgumentError(
             f"rotary.cos has {rotary.cos.shape[0]} positions and k has {longest} keys: pass "
@@ -168,11 +157,10 @@ def _scales(scales: Any, k: Tensor, sequences: int) -> ops.Given:
         raise ArgumentError(
             f"scales={scales!r}: it must be a tuple of three, for q, k and v, each a tensor or None"
         )
-    checked = []
-    for name, x in zip(Scales._fields, scales):
-        if isinstance(x, Tensor) and x.requires_grad:
-            raise NotImplementedError(
-                f"scales.{name}.requires_grad: scales have no gradient; detach() it"
-            )
-        checked.append(None if x is None else descale(f"scales.{name}", x, k=k, batch=sequences))
-    return checked[0], checked[1], checked[2]
+    named = [(f"scales.{name}", x) for name, x in zip(Scales._fields, scales)]
+    refuse_gradients("scales", named)
+    of_q, of_k, of_v = (
+        None if x is None else expanded_scale(name, x, k=k, sequences=sequences)
+        for name, x in named
+    )
+    return of_q, of_k, of_v

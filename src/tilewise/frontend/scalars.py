@@ -6,32 +6,50 @@ from __future__ import annotations
 
 import math
 import numbers
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..errors import OURS, ArgumentError, Words
 from ..mods.compilers import holds
-from ..problem import LONG_SEQLEN, OPEN
+from ..problem import LONG_SEQLEN, OPEN, Scalars
+from ..tile.dropout_numbers import check_dropout
 
 Tensor = torch.Tensor
 REAL = numbers.Real, torch.SymFloat, torch.SymInt
 Window = tuple[int | None, int | None] | None
+OUT_DTYPES = torch.bfloat16, torch.float16, torch.float32  # of FP8 products
+PACKED = "sequences are (total, nheads, headdim)"
 INTEGERS = torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8
 
 
-def check_numbers(
-    scale: float | None,
-    softcap: float | None,
-    headdim: int,
-    dtype: torch.dtype,
-    words: Words = OURS,
-) -> tuple[float, float]:
-    """The softmax scale, 1 / sqrt(headdim) unless given, and the softcap, 0 for none; for scores of
-    q in this dtype.
+class Numbers(NamedTuple):
+    """The numbers that a caller wrote: those of scores, and which keys a query sees."""
+
+    scale: float | None = None
+    softcap: float | None = None
+    dropout_p: float = 0  # not 0.0: a compiler takes that for a variable
+    causal: bool | str = False
+    window: Window = None
+
+    @property
+    def are_fixed(self) -> bool:
+        """Whether they cannot change: none is a tensor or a symbol."""
+        are_floats = all(x is None or type(x) is float for x in (self.scale, self.softcap))
+        return are_floats and type(self.dropout_p) in (int, float)
+
+    def sides(self, name: str = "window") -> tuple[int, int]:
+        """The keys left and right of its diagonal that a query sees, -1 for no limit."""
+        return band(self.window, self.causal is not False, name=name)
+
+
+def check_numbers(numbers: Numbers, q: Tensor, words: Words = OURS) -> Scalars:
+    """The numbers of a call with this q: the softmax scale, 1 / sqrt(headdim) unless given, the
+    softcap, 0 for none, and the band.
     """
-    exact = torch.float64 if dtype == torch.float64 else torch.float32
-    factor = headdim**-0.5 if scale is None else check_scale(scale, words)
+    scale, softcap = numbers.scale, numbers.softcap
+    exact = torch.float64 if q.dtype == torch.float64 else torch.float32
+    factor = q.shape[-1] ** -0.5 if scale is None else check_scale(scale, words)
     cap = 0.0 if softcap is None else check_softcap(softcap)
     if scale is not None:
         _check_range(words.scale, factor, exact=exact, remedy=f"multiply {words.q} instead")
@@ -41,7 +59,9 @@ def check_numbers(
         few = torch.finfo(exact).tiny if cap > 1e20 else 0.0
         name = f"{words.scale} / softcap"
         _check_range(name, factor / cap, exact=exact, remedy="bring them closer", least=few)
-    return factor, cap
+    left, right = numbers.sides(words.window)
+    dropout_p = check_dropout(numbers.dropout_p)
+    return Scalars(factor, cap, left=left, right=right, dropout_p=dropout_p)
 
 
 def check_scale(scale: float, words: Words = OURS) -> float:
@@ -118,10 +138,14 @@ def check_causal(causal: bool | str) -> str:
     )
 
 
-def check_layout(layout: str, name: str = "layout") -> None:
-    """Refuses an unknown order of dimensions."""
+def check_layout(layout: str, name: str = "layout", packed: str = "") -> None:
+    """Refuses an unknown order of dimensions, and any but the first of tensors that are `packed`,
+    which says how.
+    """
     if not isinstance(layout, str) or layout not in ("bshd", "bhsd"):
         raise ArgumentError(f"{name}={layout!r}: it must be 'bshd' or 'bhsd'")
+    if packed and layout != "bshd":
+        raise ArgumentError(f"{name}={layout!r}: packed {packed}, so leave it out")
 
 
 def band(window: Window, is_causal: bool, name: str = "window") -> tuple[int, int]:
@@ -210,3 +234,14 @@ def is_long(max_seqlen_q: int | Tensor | None) -> bool:
     """
     is_known = isinstance(max_seqlen_q, (int, torch.SymInt))
     return is_known and holds(max_seqlen_q > LONG_SEQLEN, False)
+
+
+def check_out_dtype(dtype: Any) -> torch.dtype:
+    """The dtype of out, bf16 by default."""
+    if dtype is None:
+        return torch.bfloat16
+    if dtype not in OUT_DTYPES:
+        raise ArgumentError(
+            f"out_dtype={dtype!r}: it must be torch.bfloat16, torch.float16 or torch.float32"
+        )
+    return dtype

@@ -15,11 +15,11 @@ from ..mods.flat import NO_MODIFIERS, FlatMods
 from ..mods.flatten import modifiers_by
 from ..ops import context_parallel as shards
 from ..ops.calls import find
-from ..problem import OPEN, Extras
+from ..problem import Extras
 from ..tile.dropout_numbers import check_dropout, draw_rng
 from .broadcasting import Batched, batched, over_scores, with_positive_scale
 from .call import call, launch
-from .scalars import check_flag
+from .scalars import Numbers, check_flag
 
 Tensor = torch.Tensor
 WORDS = Words(
@@ -133,9 +133,9 @@ def with_lse(
             "attn_mask with is_causal: pass one of them, as torch does, and fold causality into "
             "the mask"
         )
-    window = ("top_left", OPEN, 0) if is_causal else ("bottom_right", OPEN, OPEN)
-    if attn_mask is not None and (align := alignment(attn_mask, x.scores)) is not None:
-        attn_mask, window = None, (align, OPEN, 0)
+    causal = "top_left" if is_causal else alignment(attn_mask, x.scores) or False
+    if causal:
+        attn_mask = None
     if type(dropout_p) in (int, float) and dropout_p == 1:  # nothing is kept
         dropout_p, x = 0.0, x._replace(value=x.value * 0)
     rng = draw_rng(x.query.device) if check_dropout(dropout_p) else None
@@ -148,8 +148,7 @@ def with_lse(
         x.key.transpose(1, 2),
         v=x.value.transpose(1, 2),
         extras=Extras(bias=bias, dropout_rng=rng, captured=modifiers.captured),
-        numbers=(scale, None, dropout_p),
-        window=window,
+        numbers=Numbers(scale, dropout_p=dropout_p, causal=causal),
         deterministic=is_deterministic,
         mods=modifiers.mods,
         words=WORDS,

@@ -21,8 +21,9 @@ import torch
 
 from ..errors import ArgumentError, Words, warn_slow
 from ..frontend.attention import attention
-from ..frontend.checks import check, check_values
-from ..frontend.scalars import longest_of
+from ..frontend.call import check
+from ..frontend.scalars import Numbers, longest_of
+from ..frontend.values import check_values
 from ..ops import attention as ops
 from ..problem import INPUTS, LONG_SEQLEN, OPEN, Call, Extras, Saved
 
@@ -155,9 +156,7 @@ def _checked(arguments: FlashArguments, q: Tensor, k: Tensor, v: Tensor, extras:
             k,
             v=v,
             extras=extras,
-            numbers=(arguments.scale, None),
-            align="bottom_right",
-            window=(left, 0 if arguments.is_causal else right),
+            numbers=Numbers(arguments.scale, causal=arguments.is_causal, window=(left, right)),
             deterministic=torch.are_deterministic_algorithms_enabled(),
             is_long=arguments.cum_seq_q is not None and arguments.max_q > LONG_SEQLEN,
             words=WORDS,

@@ -12,11 +12,12 @@ import torch
 
 from ...dispatch import check_backend
 from ...errors import ArgumentError
-from ...frontend.checks import check
-from ...frontend.scalars import check_causal, check_flag
+from ...frontend.call import check
+from ...frontend.scalars import Numbers, check_flag
 from ...mods.flat import FlatMods
 from ...mods.serialize import serialize
 from ...ops import attention as ops
+from ...ops.schema import record_of
 from ...problem import Extras, Scalars
 from ...tile.dropout_numbers import draw_rng
 from ..layouts.layout import Layout
@@ -53,16 +54,15 @@ def sharded_call(
             )
         rng = draw_rng(q.device)
     extras = extras._replace(dropout_rng=rng if p else None, captured=modifiers.captured)
+    window = scalars.left, scalars.right
+    numbers = record_of(Numbers, scalars._asdict() | dict(causal=causal, window=window))
     call = check(
         q,
         k,
         v=v,
         extras=extras,
-        numbers=scalars[:2],
-        align=check_causal(causal),
-        window=(scalars.left, scalars.right),
+        numbers=numbers,
         deterministic=check_flag("deterministic", deterministic),
-        dropout_p=p,
         mods=modifiers.mods,
     )
     for name, x in (("q", q), ("k", k)):

@@ -10,7 +10,7 @@ import torch
 
 from ...errors import ArgumentError, a_type
 from ...features import FEATURES, refuse
-from ...frontend.qkv import check_rank, check_tensor
+from ...frontend.checks import check_rank, check_tensor
 from ...frontend.scalars import Window, band, check_causal, check_flag
 from ...frontend.scalars import check_layout as check_order
 from ...keywords import refuses_others, unexpected

@@ -15,7 +15,7 @@ import torch
 from torch.distributed import distributed_c10d
 
 from ...features import OPERATORS, SHARDED_TYPES, schema_of
-from ...frontend.qkv import check_rank, check_tensors
+from ...frontend.checks import check_rank, check_tensors
 from ...frontend.scalars import band, check_causal, check_flag
 from ...mods.expressions import lookup
 from ...mods.flat import FlatMods, count_tensors

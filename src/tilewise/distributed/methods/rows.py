@@ -11,7 +11,7 @@ import torch
 
 from ...dispatch import choose
 from ...emulation import cpu_modes
-from ...frontend.checks import check_scores, knows_values
+from ...frontend.values import check_scores, knows_values
 from ...ops import attention as ops
 from ...problem import LONG_SEQLEN, WIDEST_EXACT, Between, Extras, Grads, Saved
 from ..layouts.work import KeyRun
@@ -106,7 +106,7 @@ def attend_run(
     needs_dispatcher = ops.needs_dispatcher(tensors)
     checked.needs_grad = not needs_dispatcher and ops.needs_grad(*tensors)
     if not q.is_cpu and knows_values(q):
-        check_scores(q, k, checked.scalars.scale, checked.scalars.softcap)
+        check_scores(q, k, checked.scalars)
     cached = ops.known_call(checked, tensors)
     return ops.attention(cached, q, k, v, extras, needs_dispatcher)
 

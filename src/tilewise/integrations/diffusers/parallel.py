@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
-from ...frontend.checks import check
+from ...frontend.call import check
+from ...frontend.scalars import Numbers
 from ...mods.flat import NO_MODIFIERS
 from ...mods.flatten import modifiers_by
 from ...ops import attention as ops
-from ...problem import OPEN, Extras, Saved
+from ...problem import Extras, Saved
 from .call import attend
 
 Tensor = torch.Tensor
@@ -127,9 +128,7 @@ def gradients(
         k,
         v=v,
         extras=extras,
-        numbers=(scale, None),
-        align="bottom_right",
-        window=(OPEN, OPEN),
+        numbers=Numbers(scale),
         deterministic=torch.are_deterministic_algorithms_enabled(),
         mods=modifiers.mods,
     )

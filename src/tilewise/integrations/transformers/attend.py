@@ -9,7 +9,7 @@ import torch
 from ...errors import warn_slow
 from ...frontend.attention import attention
 from ...frontend.call import call
-from ...frontend.scalars import band as sides_of
+from ...frontend.scalars import Numbers
 from ...mods.flatten import modifiers_by
 from ...problem import Extras
 from ...tile.dropout_numbers import check_dropout, draw_rng
@@ -81,8 +81,7 @@ def attend(
         k,
         v=v,
         extras=extras._replace(captured=modifiers.captured),
-        numbers=(scale, softcap, dropout_p),
-        window=(align, *sides_of(band, causal is not False)),
+        numbers=Numbers(scale, softcap, dropout_p, causal=causal, window=band),
         deterministic=deterministic,
         mods=modifiers.mods,
     )

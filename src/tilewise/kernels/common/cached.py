@@ -20,7 +20,7 @@ OUT = len(READ_NAMES)
 
 
 class Cached(NamedTuple):
-    """A call with a KV cache; `frontend.cache_checks` checks its tensors and adds its numbers."""
+    """A call with a KV cache; `frontend.cached` checks its tensors and adds its numbers."""
 
     q: Tensor  # (batch, seqlen_q, nheads, headdim), or (total_q, nheads, headdim)
     k: Tensor  # (batch, seqlen_k, nheads_k, headdim), or pages (num_pages, page_size, ...)

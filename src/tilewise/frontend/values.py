@@ -1,0 +1,248 @@
+"""Checks of what tensors hold: lengths, page tables, slots, scales, and how large scores may get.
+They run at every call, and only where values may be read; shapes and dtypes have been checked.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._C._functorch import peek_interpreter_stack
+
+from ..errors import OURS, ArgumentError, Words
+from ..kernels.common.cached import Cached
+from ..kernels.common.quantized import Lengths
+from ..problem import Extras, Scalars
+from ..switches import is_on
+from ..tile.paging import capacity
+
+if TYPE_CHECKING:
+    from ..kernels.common.appended import Append
+
+Tensor = torch.Tensor
+LENGTHS = "seqused_k", "page_table"  # and tables, as `tilewise.attention` calls them
+
+# Kernels subtract the maximum from scaled scores in one multiply-add, which leaves the rounding of
+# the scaled maximum as an exponent: half of its last bit, 8 at 2^28, where P may leave fp16, and
+# 128 at 2^32, where it leaves fp32
+LARGEST_SCORE = 2.0**27
+
+
+def knows_values(x: Tensor) -> bool:
+    """Whether the checks may read a tensor's values: on the CPU, and on a GPU with
+    TILEWISE_CHECK=1, as it synchronizes. Never while traced.
+    """
+    if type(x) is not Tensor or torch.compiler.is_compiling():
+        return False
+    if torch._C._len_torch_dispatch_stack() or peek_interpreter_stack():
+        return False
+    return x.device.type == "cpu" or is_on("TILEWISE_CHECK")
+
+
+def check_values(q: Tensor, k: Tensor, extras: Extras, words: Words = OURS) -> None:
+    """Lengths of sequences that are rows of a batch or packed."""
+    starts = ("cu_seqlens_q", extras.cu_seqlens_q, q), ("cu_seqlens_k", extras.cu_seqlens_k, k)
+    for name, x, rows in starts:
+        if x is not None:
+            check_starts(name, x, rows.shape[1], words=words, nheads=rows.shape[2])
+    for name in ("seqused_q", "seqused_k"):
+        used = getattr(extras, name)
+        if used is not None and knows_values(used):
+            starts = getattr(extras, name.replace("seqused", "cu_seqlens"))
+            room = torch.full_like(used, k.shape[1]) if starts is None else starts.diff()
+            if bool(((used < 0) | (used > room)).any()):
+                raise ArgumentError(
+                    f"{name}={used.tolist()}: it must be at least 0 and at most the number of "
+                    f"rows per sequence, {room.tolist()}"
+                )
+
+
+def check_starts(
+    name: str, starts: Tensor, total: int, rows: str = "rows", words: Words = OURS, nheads: int = -1
+) -> None:
+    """Where packed sequences begin; there may be more rows behind the last. With `nheads` rows the
+    dimensions may have another order.
+    """
+    if not knows_values(starts):
+        return
+    values = starts.tolist()
+    if values[0] != 0 or values[-1] > total or any(a > b for a, b in itertools.pairwise(values)):
+        raise ArgumentError(
+            f"{name}={values}: it must begin with 0, never decrease, and end with at most the "
+            f"number of packed {rows}, {total}{f'; {words.order}' if values[-1] == nheads else ''}"
+        )
+
+
+def check_cached_values(cached: Cached, names: tuple[str, str] = LENGTHS) -> None:
+    """Lengths and pages of a call with a cache; `names` as in `check_reach`."""
+    starts, q = cached.extras.cu_seqlens_q, cached.q
+    if starts is not None:
+        check_starts("cu_seqlens_q", starts, q.shape[0], "queries")
+    used, read = cached.extras.seqused_k, last_read(q, starts, left=cached.scalars.left)
+    check_reach(cached.k, cached.page_table, seqused_k=used, names=names, read=read)
+
+
+def last_read(q: Tensor, cu_seqlens_q: Tensor | None, left: int) -> int | Tensor | None:
+    """How many of the last keys of each sequence its queries see through a window; None for all."""
+    if left < 0:
+        return None
+    if cu_seqlens_q is None:
+        return q.shape[1] + left
+    return (cu_seqlens_q.diff() + left).unsqueeze(1) if knows_values(cu_seqlens_q) else None
+
+
+def check_reach(
+    k: Tensor,
+    page_table: Tensor | None,
+    seqused_k: Tensor | None,
+    *,
+    names: tuple[str, str] = LENGTHS,
+    least: list[int] | None = None,
+    read: int | Tensor | None = None,
+) -> None:
+    """Checks that every key in use has a slot, in an existing page: `names` are those of lengths
+    and table, `least` the fewest keys of each sequence, and `read` how many of its last ones are
+    read, None for all.
+    """
+    tensors = [x for x in (seqused_k, page_table) if x is not None]
+    if not tensors or not all(map(knows_values, tensors)):
+        return
+    if page_table is not None and page_table.shape[:1] != tensors[0].shape[:1]:
+        return  # a wrong shape has its own error
+    room, of_used, of_table = capacity(k, page_table), *names
+    lengths = [room] * len(tensors[0]) if seqused_k is None else seqused_k.tolist()
+    if any(n < m or n > room for n, m in zip(lengths, least or [0] * len(lengths))):
+        place = f"k has {room} rows per sequence"
+        if page_table is not None:
+            place = (
+                f"{of_table} has {page_table.shape[1]} pages of {k.shape[1]} keys per sequence, "
+                f"room for {room} keys"
+            )
+        fewest = "0" if not any(least or ()) else f"as many as new keys, {least}"
+        raise ArgumentError(
+            f"{of_used}={lengths}: it must be at least {fewest}, and {place}: widen it, or shorten "
+            "the sequences"
+        )
+    if page_table is None:
+        return
+    entry = torch.arange(page_table.shape[1], device=page_table.device)
+    is_wrong = (page_table < 0) | (page_table >= k.shape[0])
+    used = torch.tensor(lengths, device=entry.device).unsqueeze(1)
+    is_wrong &= entry * k.shape[1] < used
+    if read is not None:
+        is_wrong &= (entry + 1) * k.shape[1] > used - read
+    if bool(is_wrong.any()):
+        row, column = is_wrong.nonzero()[0].tolist()
+        raise ArgumentError(
+            f"{of_table}[{row}, {column}] is {int(page_table[row, column])}, a page that the "
+            f"{lengths[row]} keys in use reach: it must be at least 0 and below the number of "
+            f"pages, {k.shape[0]}"
+        )
+
+
+def check_places(new: Append) -> None:
+    """Checks that every new key has a slot in the cache, and every position a row in the rotary
+    tables.
+    """
+    slots: Any = new.slots
+    used: Any = new.seqused_k
+    room = new.k_cache.shape[0] * new.k_cache.shape[1]
+    if slots is not None and knows_values(slots) and bool((slots >= room).any()):
+        raise ArgumentError(
+            f"slots has {int(slots.max())} and the cache has {room} rows: a slot must be below "
+            "that, or negative to skip its key"
+        )
+    if used is None or not knows_values(used):
+        return
+    if slots is None:
+        starts: Any = new.cu_seqlens_q
+        fewest = [new.k.shape[1]] * len(used) if starts is None else starts.diff().tolist()
+        written = torch.tensor(fewest, device=used.device).unsqueeze(1)
+        check_reach(new.k_cache, new.page_table, seqused_k=used, least=fewest, read=written)
+    longest = max(used.tolist(), default=0)
+    if new.rotary is not None and longest > new.rotary.cos.shape[0]:
+        raise ArgumentError(
+            f"seqused_k has {longest} keys and rotary.cos has {new.rotary.cos.shape[0]} "
+            "positions: pass longer tables"
+        )
+
+
+def check_leftpad(leftpad: Tensor, used: Tensor) -> None:
+    """The padding of each sequence leaves no fewer than 0 of its keys."""
+    if knows_values(leftpad) and knows_values(used) and leftpad.shape == used.shape:
+        if bool(((leftpad < 0) | (leftpad > used)).any()):
+            raise ArgumentError(
+                f"cache_leftpad={leftpad.tolist()}: it must be at least 0 and at most the keys of "
+                f"its sequence, {used.tolist()}"
+            )
+
+
+def longest_known(seqlen: int, starts: Tensor | None, used: Tensor | None) -> int:
+    """The keys of the longest sequence; 0 where only a device knows."""
+    if starts is None and used is None:
+        return seqlen
+    counts = starts if used is None else used
+    if counts is None or not knows_values(counts):
+        return 0
+    return max((counts.diff() if used is None else counts).tolist(), default=0)
+
+
+def check_signs(named: Iterable[tuple[str, Tensor | None]]) -> None:
+    """Refuses scales of q and k below 0: kernels compare products before they are scaled. That of v
+    may have any sign.
+    """
+    for name, x in named:
+        if x is not None and knows_values(x) and bool((x < 0).any()):
+            raise ArgumentError(
+                f"{name} has {x.min().item():.3g}: a scale of q or k must be at least 0; negate q "
+                "instead"
+            )
+
+
+def check_same_lengths(before: Lengths, extras: Extras) -> None:
+    """A call has the lengths that a `Quantized` was made with; rows that were in use may be fewer
+    now.
+    """
+    for name, of_quantized in before._asdict().items():
+        of_call = getattr(extras, name)
+        if of_quantized is None or of_quantized is of_call:
+            continue
+        if of_call is None or of_call.shape != of_quantized.shape:
+            is_other = True
+        elif of_call.device != of_quantized.device or not knows_values(of_call):
+            continue
+        elif name.startswith("cu_"):
+            is_other = bool((of_call != of_quantized).any())
+        else:
+            is_other = bool((of_call > of_quantized).any())
+        if is_other:
+            raise ArgumentError(
+                f"{name} is {_value(of_call)} and the Quantized was made with "
+                f"{_value(of_quantized)}: pass the same {name} to tilewise.quantize and "
+                "tilewise.attention"
+            )
+
+
+def _value(x: Tensor | None) -> Any:
+    """What a message says of lengths."""
+    if x is None:
+        return None
+    return x.tolist() if knows_values(x) else f"{x.dtype} of shape {tuple(x.shape)}"
+
+
+def check_scores(q: Tensor, k: Tensor, scalars: Scalars, words: Words = OURS) -> None:
+    """The norms of q and k, or a cap, allow no score past LARGEST_SCORE: on a GPU it would give
+    NaN. It synchronizes with the device, so it runs only with TILEWISE_CHECK=1.
+    """
+    if q.numel() == 0 or k.numel() == 0 or scalars.highest_score <= LARGEST_SCORE:
+        return
+    norms = [torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64).amax().item() for x in (q, k)]
+    score = scalars.scale * norms[0] * norms[1]
+    if score > LARGEST_SCORE:
+        raise ArgumentError(
+            f"rows of {words.q} have norms up to {norms[0]:.3g}, rows of {words.k} up to "
+            f"{norms[1]:.3g}, and {words.scale} is {scalars.scale:.3g}: scores may reach "
+            f"{score:.3g}, and scores above 2^27 may give NaN on a GPU; scale {words.q} down"
+        )
