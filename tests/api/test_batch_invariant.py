@@ -134,7 +134,7 @@ def test_a_compiled_graph_is_guarded_by_it():
 
     def backend(graph, inputs):
         calls = [x for x in graph.graph.nodes if "flash_attn_cache" in str(x.target)]
-        graphs.extend(x.args[13] for x in calls)
+        graphs.extend(x.kwargs["split_size"] for x in calls)
         return graph.forward
 
     q, k = torch.randn(1, 2, 12, 16), torch.randn(1, 9, 2, 16)
