@@ -26,8 +26,9 @@ from tilewise.distributed.transport.device_barrier import PAD, DeviceBarrier
 from tilewise.kernels.common import relaunch
 from tilewise.kernels.common.outputs import empty_out
 from tilewise.kernels.common.program import Program
+from tilewise.kernels.common.results import outputs_of
 from tilewise.kernels.common.workspace import Workspace
-from tilewise.kernels.hopper.fwd import launch, runs_launch
+from tilewise.kernels.hopper.fwd import runs_launch
 from tilewise.kernels.hopper.fwd.runs_launch import FORWARD
 
 TOKENS, HEADS = 256, (8, 4)
@@ -72,7 +73,7 @@ def gpu(monkeypatch):
         return stream
 
     def forward_program(problem, scalars, q, **given):
-        outputs = launch.outputs_of(problem, q)
+        outputs = outputs_of(problem, q)
         program = Program(FORWARD, [], Workspace(CPU), outputs)
         program.again = [lambda stream, row: counts.update(["attention"])]
         return program

@@ -110,14 +110,15 @@ def call(backend, extras, shape, headdim=128, causal=False, left=-1, determinist
     before = [x.clone() for x in given]
     scalars = Scalars(headdim**-0.5, 0.0, left, 0 if causal else -1)
     problem = describe(q, k, v, extras, scalars, "bottom_right", deterministic, *names)
-    forward, backward = portable.prepare(problem, scalars, q, k), portable.backward
+    forward = portable.prepare(problem, scalars, q, k)
+    backward = portable.prepare_backward(problem, scalars)
     if backend == "hopper":
         forward = hopper.prepare(problem, scalars, q, k)
-        backward = hopper_backward.backward
+        backward = hopper_backward.prepare_backward(problem, scalars)
     for _ in range(2):
         with arena:
             out, lse = forward(q, k, v, extras)
-            grads = backward(problem, Saved(dout, None, q, k, v, out, lse), extras, scalars)
+            grads = backward(Saved(dout, None, q, k, v, out, lse), extras)
         ends()
     if backend == "hopper":
         stream = torch._C._cuda_getCurrentRawStream(q.device.index)

@@ -85,7 +85,7 @@ def test_a_remedy_stands_beside_the_cause(folder, monkeypatch, name):
     scalars = Scalars(0.25, 0.0, OPEN, OPEN)
     problem = describe(q, q, q, NO_EXTRAS, scalars, "bottom_right", False)
     with pytest.raises(RuntimeError, match="kernels of tilewise cannot be compiled") as refusal:
-        launch.forward(problem, q, q, q, NO_EXTRAS, scalars)
+        launch.prepare(problem, scalars, q, q)(q, q, q, NO_EXTRAS)
     assert refusal.value.__cause__ is error
     assert remedy in str(refusal.value) and str(error) in str(refusal.value)
     if remedy == "TRITON_CACHE_DIR":

@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+from helpers.backwards import gradients_of
 from helpers.tiers import every, sample
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -140,7 +141,7 @@ def dense_call(case: Case, deterministic=False):
 def backward(given: Given, seed=0):
     """The gradients, their memory poisoned before, by name."""
     with use_emulator(seed), poisoned():
-        grads = bwd_launch.backward(*given)
+        grads = gradients_of(bwd_launch, *given)
     return {name: x for name, x in grads._asdict().items() if x is not None}
 
 
@@ -298,7 +299,7 @@ def gpu_call(queries, keys, headdim, deterministic=False, causal=True):
     extras = Extras(cu_seqlens_q=starts_of(queries), cu_seqlens_k=starts_of(keys))
     scalars = Scalars(headdim**-0.5, right=0 if causal else -1)
     problem = describe(q, k, v, extras, scalars, "bottom_right", deterministic)
-    out, lse = portable.forward(problem, q, k, v, extras, scalars)
+    out, lse = portable.prepare(problem, scalars, q, k)(q, k, v, extras)
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)
     return Given(problem, Saved(dout, dlse, q, k, v, out, lse), extras, scalars)
 
@@ -320,9 +321,9 @@ def test_agrees_with_the_portable_kernels(headdim, causal, deterministic):
     """At lengths, and at a number of tiles, that the emulator does not reach, twice in a row."""
     torch.manual_seed(0)
     given = gpu_call(QUERIES, KEYS, headdim, deterministic, causal)
-    expected = portable.backward(*given)
+    expected = gradients_of(portable, *given)
     for _ in range(2):
-        for a, b in zip(bwd_launch.backward(*given)[:3], expected):
+        for a, b in zip(gradients_of(bwd_launch, *given)[:3], expected):
             assert (a.float() - b.float()).norm() < 0.01 * b.float().norm()
 
 
@@ -332,10 +333,10 @@ def test_agrees_with_the_portable_kernels(headdim, causal, deterministic):
 def test_same_bits_300_times(headdim):
     torch.manual_seed(0)
     given = gpu_call(QUERIES, KEYS, headdim, deterministic=True)
-    first = bwd_launch.backward(*given)[:3]
+    first = gradients_of(bwd_launch, *given)[:3]
     differ = torch.zeros((), dtype=torch.bool, device="cuda")
     for _ in range(300):
-        again = bwd_launch.backward(*given)[:3]
+        again = gradients_of(bwd_launch, *given)[:3]
         differ |= torch.stack([(a != b).any() for a, b in zip(first, again)]).any()
     assert not differ.item()
 
@@ -346,19 +347,20 @@ def test_one_graph_serves_any_lengths():
     """Of one total and number of sequences: nothing but the device looks at them."""
     torch.manual_seed(0)
     given = gpu_call((300, 500, 100), (300, 500, 100), 64, deterministic=True)
-    bwd_launch.backward(*given)  # compile
+    gradients_of(bwd_launch, *given)  # compile
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = bwd_launch.backward(*given)
+        captured = gradients_of(bwd_launch, *given)
     for lengths in ((300, 500, 100), (0, 900, 0), (1, 0, 899), (128, 128, 644)):
         for starts in (given.extras.cu_seqlens_q, given.extras.cu_seqlens_k):
             starts.copy_(starts_of(lengths))
         saved = given.saved
         inputs = saved.q, saved.k, saved.v
-        forward = portable.forward(given.problem, *inputs, given.extras, given.scalars)
+        prepared = portable.prepare(given.problem, given.scalars, *inputs[:2])
+        forward = prepared(*inputs, given.extras)
         saved.out.copy_(forward[0]), saved.lse.copy_(forward[1])
-        eager = bwd_launch.backward(*given)
+        eager = gradients_of(bwd_launch, *given)
         graph.replay()
         torch.cuda.synchronize()
         assert all(torch.equal(a, b) for a, b in zip(eager[:3], captured[:3]))

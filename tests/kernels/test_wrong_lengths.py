@@ -80,15 +80,16 @@ def call(backend, extras, batch=1, causal=False, deterministic=False):
     before = [memory_of(x).clone() for x in given]
     scalars = Scalars(headdim**-0.5, 0.0, -1, 0 if causal else -1)
     problem = describe(q, k, v, extras, scalars, "bottom_right", deterministic)
-    forward, backward = portable.forward, portable.backward
+    forward, backward = portable, portable
     context, counter = use_interpreter(), torch.zeros(1, dtype=torch.int32)
     if backend == "hopper":
-        forward, backward, context = hopper.forward, hopper_backward.backward, use_emulator(1)
+        forward, backward, context = hopper, hopper_backward, use_emulator(1)
     counters = mock.patch.object(tile_counter, "counter", lambda *_: counter)
     with context, poisoned(), counters:
-        out, lse = forward(problem, q, k, v, extras, scalars)
+        out, lse = forward.prepare(problem, scalars, q, k)(q, k, v, extras)
         assert counter.item() == 0
-        grads = backward(problem, Saved(dout, None, q, k, v, out, lse), extras, scalars)
+        saved = Saved(dout, None, q, k, v, out, lse)
+        grads = backward.prepare_backward(problem, scalars)(saved, extras)
         assert counter.item() == 0  # or the next call would not find its tiles
     for x, held in zip(given, before, strict=True):
         assert torch.equal(memory_of(x).view(torch.uint8), held.view(torch.uint8))

@@ -36,7 +36,7 @@ def plans(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, is_causal: bool) -> Ite
     extras = Extras()
     scalars = Scalars(q.shape[-1] ** -0.5, 0.0, left=OPEN, right=0 if is_causal else OPEN)
     problem = describe(q, k, v, extras, scalars, "bottom_right", False)
-    out, lse = launch.forward(problem, q, k, v, extras, scalars)
+    out, lse = launch.prepare(problem, scalars, q, k)(q, k, v, extras)
     yield launch.plan_forward(problem, scalars, extras, q=q, k=k, v=v, out=out, lse=lse)
     saved = Saved(dout, None, q=q, k=k, v=v, out=out, lse=lse)
     grads, stats = empty_grads(problem, q, k, v, extras), (lse, torch.zeros_like(lse), None)

@@ -1,23 +1,49 @@
-"""What backwards read and return, as plans have it, and where callers launch in between."""
+"""What forwards and backwards read and return, as plans have it, and where callers launch in
+between.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 
-from ...problem import Extras, Grads, Problem, Saved
+from ...problem import Between, Extras, Grads, Problem, Saved
 from .operand import operand_of
-from .outputs import empty_grads
-from .program import Mark
+from .outputs import empty_grads, empty_out
+from .program import Mark, Planned, Program
 
 Tensor = torch.Tensor
-BACKWARD = (*Saved._fields, *Extras._fields)  # what a call passes, in this order
+# What a call passes, in this order
+FORWARD = ("q", "k", "v", *Extras._fields)
+BACKWARD = (*Saved._fields, *Extras._fields)
 
 # Of a caller's `Between`
 BEFORE_KEYS = Mark(lambda between, _: between.before_keys())
 AFTER_KEYS = Mark(lambda between, grads: between.after_keys(Grads._make(grads)))
+
+
+def forward_of(plan: Callable[..., Program]) -> Callable[..., tuple[Any, ...]]:
+    """The forward of all calls of one signature, `(q, k, v, extras) -> (out, lse)`."""
+    run = Planned(FORWARD, plan)
+    return lambda q, k, v, extras: run((q, k, v, *extras.tensors))
+
+
+def backward_of(plan: Callable[..., Program]) -> Callable[..., Grads]:
+    """The backward of one signature, `(saved, extras, between=None) -> Grads`."""
+    run = Planned(BACKWARD, plan)
+
+    def gradients(saved: Saved, extras: Extras, between: Between | None = None) -> Grads:
+        return Grads._make(run((*saved, *extras.tensors), between))
+
+    return gradients
+
+
+def outputs_of(problem: Problem, q: Any) -> list[Any]:
+    """`out` and `lse`, as operands."""
+    named = zip(("out", "lse"), empty_out(problem, q.new("meta")))
+    return [operand_of(name, x, q.device) for name, x in named]
 
 
 def records_of(operands: dict[str, Any]) -> tuple[Any, Extras]:

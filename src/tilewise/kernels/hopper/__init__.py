@@ -13,9 +13,9 @@ from ...errors import Avoidable, Slower
 from ...problem import Problem
 
 if TYPE_CHECKING:
-    from .bwd.launch import backward, prepare_backward
+    from .bwd.launch import prepare_backward
     from .fwd.fp8_launch import prepare_fp8, takes_values
-    from .fwd.launch import forward, prepare
+    from .fwd.launch import prepare
 
 NAME = "hopper"
 MAX_HEADDIM = 256
@@ -25,12 +25,10 @@ DTYPES = (torch.float16, torch.bfloat16)
 FP8_OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
 
 OF_FP8 = ["prepare_fp8", "takes_values"]  # of fwd/fp8_launch.py
-LAUNCHES = ["backward", "forward", "prepare", "prepare_backward", *OF_FP8]
+LAUNCHES = ["prepare", "prepare_backward", *OF_FP8]
 
 __all__ = [
     "NAME",
-    "backward",
-    "forward",
     "prepare",
     "prepare_backward",
     "prepare_fp8",

@@ -15,7 +15,7 @@ from ...problem import Problem
 if TYPE_CHECKING:
     from .captured_launch import captured_grads
     from .fp8_launch import prepare_fp8
-    from .launch import backward, forward, prepare, prepare_backward
+    from .launch import prepare, prepare_backward
 
 NAME = "portable"
 MAX_HEADDIM = 512
@@ -25,10 +25,10 @@ MAX_HEADDIM_FP8 = 256
 
 # The files of what calls launch, which import Triton
 LAUNCHES = {"captured_grads": "captured_launch", "prepare_fp8": "fp8_launch"}
-LAUNCHES |= dict.fromkeys(("backward", "forward", "prepare", "prepare_backward"), "launch")
+LAUNCHES |= dict.fromkeys(("prepare", "prepare_backward"), "launch")
 
 __all__ = ["NAME", "supports", "supports_fp8"]
-__all__ += ["backward", "captured_grads", "forward", "prepare", "prepare_backward", "prepare_fp8"]
+__all__ += ["captured_grads", "prepare", "prepare_backward", "prepare_fp8"]
 
 
 def supports(problem: Problem, device: torch.device) -> str | None:

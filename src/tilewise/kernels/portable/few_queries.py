@@ -20,10 +20,10 @@ from ...problem import NO_MODS, Extras, Problem, Scalars
 from ...tile.split_kv import default_split_size
 from ..common.cached import Cached
 from ..common.operand import names_of
-from ..common.program import Planned, Program
+from ..common.program import Program
+from ..common.results import FORWARD, forward_of, outputs_of
 from ..common.workspace import Workspace
 from .decode_launch import launches_of
-from .launch import FORWARD, outputs_of
 
 Tensor = torch.Tensor
 MAX_TILE_ROWS = 16  # queries times query heads of a key head: one tile
@@ -41,12 +41,9 @@ def serves(problem: Problem, q: Tensor, k: Tensor) -> bool:
     return 0 < q.shape[1] * problem.group <= MAX_TILE_ROWS and k.shape[1] >= LEAST_KEYS
 
 
-def prepare(
-    problem: Problem, scalars: Scalars
-) -> Callable[[Tensor, Tensor, Tensor, Extras], tuple[Tensor, Tensor]]:
+def prepare(problem: Problem, scalars: Scalars) -> Callable[..., tuple]:
     """The forward of all calls of one signature."""
-    run = Planned(FORWARD, functools.partial(program_of, problem, scalars))
-    return lambda q, k, v, extras: run((q, k, v, *extras.tensors))
+    return forward_of(functools.partial(program_of, problem, scalars))
 
 
 def program_of(

@@ -9,19 +9,22 @@ from typing import Any
 import torch
 import triton
 
-from ...problem import Between, Extras, Grads, Problem, Saved, Scalars
+from ...problem import Extras, Grads, Problem, Scalars
 from ..common.arguments import bias_of, numbers_of, optionals_of, sizes_of, strided
 from ..common.bwd_dbias import attn_bwd_dbias_kernel, sharing_of
 from ..common.bwd_delta import bwd_delta_kernel
 from ..common.bwd_rest import attn_bwd_rest_kernel
-from ..common.operand import names_of, operand_of
-from ..common.outputs import empty_out
-from ..common.program import Planned, Program, TorchStep
+from ..common.operand import names_of
+from ..common.program import Program, TorchStep
 from ..common.results import (
     AFTER_KEYS,
     BACKWARD,
     BEFORE_KEYS,
+    FORWARD,
+    backward_of,
+    forward_of,
     grads_of,
+    outputs_of,
     records_of,
     sum_sinks,
 )
@@ -32,37 +35,16 @@ from .fwd import attn_fwd_kernel
 from .plan import Plan
 
 Tensor = torch.Tensor
-FORWARD = ("q", "k", "v", *Extras._fields)  # what a call passes, in this order
 
 
-def forward(
-    problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Extras, scalars: Scalars
-) -> tuple[Tensor, Tensor]:
-    """`out` and `lse`; allocates nothing else."""
-    return prepare(problem, scalars, q, k)(q, k, v, extras)
-
-
-def backward(problem: Problem, saved: Saved, extras: Extras, scalars: Scalars) -> Grads:
-    """Gradients by recomputation; allocates them, delta, and one float a tile for the sinks."""
-    return prepare_backward(problem, scalars)(saved, extras)
-
-
-def prepare(
-    problem: Problem, scalars: Scalars, q: Tensor, k: Tensor
-) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The forward of all calls of one signature, `(q, k, v, extras) -> (out, lse)`."""
-    run = Planned(FORWARD, functools.partial(forward_program, problem, scalars))
-    return lambda q, k, v, extras: run((q, k, v, *extras.tensors))
+def prepare(problem: Problem, scalars: Scalars, q: Tensor, k: Tensor) -> Callable[..., tuple]:
+    """`forward_of` a problem."""
+    return forward_of(functools.partial(forward_program, problem, scalars))
 
 
 def prepare_backward(problem: Problem, scalars: Scalars) -> Callable[..., Grads]:
-    """The backward of one signature, `(saved, extras, between=None) -> Grads`."""
-    run = Planned(BACKWARD, functools.partial(backward_program, problem, scalars))
-
-    def gradients(saved: Saved, extras: Extras, between: Between | None = None) -> Grads:
-        return Grads._make(run((*saved, *extras.tensors), between))
-
-    return gradients
+    """`backward_of` a problem."""
+    return backward_of(functools.partial(backward_program, problem, scalars))
 
 
 def forward_program(
@@ -74,12 +56,6 @@ def forward_program(
     plan = plan_forward(problem, scalars, extras, q=q, k=k, v=v, out=out, lse=lse, arch=arch)
     names = names_of(FORWARD, 3 + len(extras.tensors))
     return Program(names, [plan.configured()], Workspace(q.device), (out, lse))
-
-
-def outputs_of(problem: Problem, q: Any) -> list[Any]:
-    """`out` and `lse`, as operands."""
-    named = zip(("out", "lse"), empty_out(problem, q.new("meta")))
-    return [operand_of(name, x, q.device) for name, x in named]
 
 
 def backward_program(problem: Problem, scalars: Scalars, arch: str = "", **tensors: Any) -> Program:

@@ -10,13 +10,14 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from ....problem import Between, Extras, Grads, Problem, Saved, Scalars
+from ....problem import Extras, Grads, Problem, Saved, Scalars
 from ...common.operand import names_of
-from ...common.program import Planned, Program, Step, TorchStep
+from ...common.program import Program, Step, TorchStep
 from ...common.results import (
     AFTER_KEYS,
     BACKWARD,
     BEFORE_KEYS,
+    backward_of,
     grads_of,
     records_of,
     sum_sinks,
@@ -28,19 +29,9 @@ from .bias_pairs import clear, has_unseen, sum_scores
 from .kernels import Kernels
 
 
-def backward(problem: Problem, saved: Saved, extras: Extras, scalars: Scalars) -> Grads:
-    """Gradients by recomputation."""
-    return prepare_backward(problem, scalars)(saved, extras)
-
-
 def prepare_backward(problem: Problem, scalars: Scalars) -> Callable[..., Grads]:
-    """The backward of one signature, `(saved, extras, between=None) -> Grads`."""
-    run = Planned(BACKWARD, functools.partial(backward_program, problem, scalars))
-
-    def gradients(saved: Saved, extras: Extras, between: Between | None = None) -> Grads:
-        return Grads._make(run((*saved, *extras.tensors), between))
-
-    return gradients
+    """`backward_of` a problem: gradients by recomputation."""
+    return backward_of(functools.partial(backward_program, problem, scalars))
 
 
 def backward_program(problem: Problem, scalars: Scalars, **tensors: Any) -> Program:

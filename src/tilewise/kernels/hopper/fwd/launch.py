@@ -17,9 +17,9 @@ from ....tile.types import Pipeline, Queue, Table
 from ....tuning.config import Key
 from ....tuning.select import architecture, select
 from ...common.arguments import features_of, numbers_of, optionals_of, sizes_of
-from ...common.operand import Gap, Operand, names_of, operand_of
-from ...common.outputs import empty_out
-from ...common.program import Planned, Program, TorchStep, checked
+from ...common.operand import Gap, Operand, names_of
+from ...common.program import Program, TorchStep, checked
+from ...common.results import FORWARD, forward_of, outputs_of
 from ...common.workspace import Workspace
 from .. import assembly
 from ..bias_memory import bias_step, has_tiles, in_pairs
@@ -59,24 +59,13 @@ class KeyCache(NamedTuple):
 
 
 NO_CACHE = KeyCache()
-FORWARD = ("q", "k", "v", *Extras._fields)  # what a call passes, in this order
 
 
-def forward(
-    problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Extras, scalars: Scalars
-) -> tuple[Tensor, Tensor]:
-    """`out` and `lse`; allocates nothing else but the tile counter, once a stream, and copies of
-    rows that are no whole number of 16 bytes.
+def prepare(problem: Problem, scalars: Scalars, q: Tensor, k: Tensor) -> Callable[..., tuple]:
+    """`forward_of` a problem, which allocates nothing but results, the tile counter, once a stream,
+    and copies of rows that are no whole number of 16 bytes.
     """
-    return prepare(problem, scalars, q, k)(q, k, v, extras)
-
-
-def prepare(
-    problem: Problem, scalars: Scalars, q: Tensor, k: Tensor
-) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The forward of all calls of one signature, `(q, k, v, extras) -> (out, lse)`."""
-    run = Planned(FORWARD, functools.partial(forward_program, problem, scalars))
-    return lambda q, k, v, extras: run((q, k, v, *extras.tensors))
+    return forward_of(functools.partial(forward_program, problem, scalars))
 
 
 def forward_program(
@@ -90,12 +79,6 @@ def forward_program(
     if out.numel() or lse.numel():
         steps = steps_of(problem, scalars, extras, work, q=q, k=k, v=v, out=out, lse=lse)
     return Program(names, steps, work, outputs)
-
-
-def outputs_of(problem: Problem, q: Any) -> list[Any]:
-    """`out` and `lse`, as operands."""
-    named = zip(("out", "lse"), empty_out(problem, q.new("meta")))
-    return [operand_of(name, x, q.device) for name, x in named]
 
 
 def steps_of(

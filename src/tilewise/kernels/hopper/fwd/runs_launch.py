@@ -17,12 +17,13 @@ from ....problem import OPEN, Extras, Problem, Scalars
 from ....tile.types import Queue, Runs
 from ...common.operand import Provided
 from ...common.program import Planned, Program
+from ...common.results import outputs_of
 from ...common.workspace import Workspace
 from ..launch import programs_of
 from ..padded import Readable, is_readable
 from ..tile_counter import tile_counter
 from . import runs as on_device_runs
-from .launch import arguments, heads_per_l2_group, launch_of, outputs_of, plan_for
+from .launch import arguments, heads_per_l2_group, launch_of, plan_for
 
 Tensor = torch.Tensor
 FORWARD = "q", "k", "v", "alibi_slopes", "sinks", "words"  # what a call passes, in this order
