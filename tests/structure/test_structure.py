@@ -52,7 +52,7 @@ def packages(nodes) -> set[str]:
 def test_every_file_is_read():
     assert {"frontend/attention", "tile/mask", "kernels/portable/fwd"} <= files().keys()
     assert "problem" in files()["frontend/attention"]
-    assert "kernels/common/outputs" in files()["kernels/portable/launch"]
+    assert "kernels/common/results" in files()["kernels/portable/launch"]
     assert "ops/flops" in files()["ops/late"]  # inside of a function
     assert "mods/trace" not in files()["mods/symbols"]  # for types alone
 

@@ -11,12 +11,19 @@ from typing import Any
 import torch
 
 from ...tile.rotary import Rotary
-from ..common.operand import operand_of
+from ..common.operand import Operand, operand_of
 from ..common.program import Planned, Program
 from ..common.quantized import FP8, TWO_LEVELS, Lengths, Quantized, Scales, empty_values
 from ..common.workspace import Workspace
-from .quantize_launches import DTYPES, launches_of, recipes_of, transposing
-from .quantize_memory import memory_of
+from .quantize_launches import (
+    DTYPES,
+    launches_of,
+    recipes_of,
+    row_blocks,
+    transposing,
+    turn_of,
+)
+from .quantize_memory import part_of
 
 Tensor = torch.Tensor
 SCALES = ("q_scale", "k_scale", "v_scale")
@@ -70,21 +77,25 @@ def quantize_program(steps: Any, is_interleaved: bool, **operands: Any) -> Progr
     """The program of a call, of operands. Its outputs are the codes, the scales, of k and v the
     means, and how far v drifts.
     """
-    tensors = q, k, v = [operands[name] for name in "qkv"]
-    lengths = Lengths(**{name: operands[name] for name in Lengths._fields})
+    q, k, v = (operands[name] for name in "qkv")
     cos, sin = operands["cos"], operands["sin"]
-    rotary = None if cos is None else Rotary(cos, sin, is_interleaved)
-    scales = [operands[name] for name in SCALES]
-    recipes, work = recipes_of(q, k, steps), Workspace(q.device)
-    starts = lengths.cu_seqlens_q, lengths.cu_seqlens_k, lengths.cu_seqlens_k
-    drifts = recipes[2].smooths and v.shape[3] > TWO_LEVELS
-    memory = [
-        memory_of(x, recipe, of, scale=scale, nheads_k=k.shape[2], drifts=drifts, work=work)
-        for x, recipe, of, scale in zip(tensors, recipes, starts, scales)
+    turn = turn_of(None if cos is None else Rotary(cos, sin, is_interleaved))
+    work, drift = Workspace(q.device), None
+    if steps.smooth_v and v.shape[3] > TWO_LEVELS:
+        drift = Operand("drift", (), torch.float32, v.device, is_cleared=True)
+    of_q = row_blocks(q, operands["cu_seqlens_q"], operands["seqused_q"])
+    of_k = row_blocks(k, operands["cu_seqlens_k"], operands["seqused_k"])
+    blocks, turns = (of_q, of_k, of_k._replace(nheads=v.shape[2])), (turn, turn, None)
+    common = dict(keys=of_k, drifts=drift is not None, work=work)
+    parts = [
+        part_of(operands[name], recipe, rows, rotary=turned, scale=operands[scale], **common)
+        for name, recipe, rows, turned, scale in zip(
+            "qkv", recipes_of(q, k, steps), blocks, turns, SCALES
+        )
     ]
-    launches = launches_of(tensors, recipes, scales, lengths, rotary, memory)
-    codes, new_scales, (_, *means) = zip(*(x.outputs for x in memory))
-    return Program(FIELDS, launches, work, (*codes, *new_scales, *means, memory[2].drift))
+    outputs = [*(x.codes for x in parts), *(x.scale for x in parts), *(x.mean for x in parts[1:])]
+    q, k, v = parts
+    return Program(FIELDS, launches_of(q, k, v, drift), work, (*outputs, drift))
 
 
 def prepare_transposed() -> Callable[..., Tensor]:

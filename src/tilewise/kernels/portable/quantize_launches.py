@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 
 from ...tile.rotary import Rotary
-from ...tile.types import Strided
 from ..common.arguments import strided
 from ..common.program import Launch, checked
-from ..common.quantized import EVERY, Lengths
-from .fp8_launch import of_head
-from .hadamard import Rotation, tiles_at_once
+from ..common.quantized import EVERY
+from .hadamard import tiles_at_once
 from .plan import options_of
 from .quantize_kernels import quantize_cast_kernel, quantize_loss_kernel, transpose_values_kernel
-from .quantize_memory import Memory, Recipe, count_of, is_sampled, written_in
-from .quantize_rows import ROWS, WARPS, Form, Operand, RowBlocks, Tables, chunks_of
+from .quantize_memory import Part, Recipe, count_of, of_values
+from .quantize_rows import ROWS, WARPS, RowBlocks, chunks_of
 from .quantize_statistics import quantize_means_kernel, quantize_statistics_kernel, shares_of
 
 Tensor = torch.Tensor
@@ -35,33 +33,13 @@ def recipes_of(q: Tensor, k: Tensor, steps: Any) -> tuple[Recipe, Recipe, Recipe
     )
 
 
-class Part(NamedTuple):
-    """q, k or v in a launch."""
-
-    operand: Operand
-    form: Form
-
-
-def launches_of(
-    tensors: Sequence[Any],
-    recipes: Sequence[Recipe],
-    scales: Sequence[Any],
-    of: Lengths,
-    rotary: Rotary | None,
-    memory: Sequence[Memory],
-) -> list[Launch]:
-    """The launches of a call."""
-    q, k, v = tensors
-    of_q = row_blocks(q, of.cu_seqlens_q, of.seqused_q)
-    of_k = row_blocks(k, of.cu_seqlens_k, of.seqused_k)
-    if of_q.sequences == 0:  # there is nothing to write
+def launches_of(q: Part, k: Part, v: Part, drift: Any) -> list[Launch]:
+    """The launches of a call. `drift` is how far v drifts, by its bits, where that is wanted."""
+    if q.operand.blocks.sequences == 0:  # there is nothing to write
         return []
-    blocks = of_q, of_k, of_k._replace(nheads=v.shape[2])
-    turn = turn_of(rotary)
-    q, k, v = map(part_of, tensors, recipes, blocks, (turn, turn, None), [of_k] * 3, scales, memory)
     launches = [*statistics_of(q, k), *statistics_of(v), *means_of(k, v)]
     launches += [*cast_of(q, k), *cast_of(v), *recast_of(q, k), *recast_of(v)]
-    launches += loss_of(v, memory[2].drift)
+    launches += loss_of(v, drift)
     return [x for x in launches if x.programs]
 
 
@@ -119,8 +97,9 @@ def launch(
 ) -> list[Launch]:
     """The launch of parts with so many blocks of rows per program."""
     programs = 0
-    for operand, form in parts:
-        chunks = chunks_of(form.ROTATION.D, form.ROTATION.HADAMARD)
+    for part in parts:
+        operand, rotation = part.operand, part.form.ROTATION
+        chunks = chunks_of(rotation.D, rotation.HADAMARD)
         groups = groups_of(operand.blocks, operand.count, blocks)
         programs += groups * operand.blocks.nheads * chunks
     args, forms = pair(parts)
@@ -137,8 +116,11 @@ def groups_of(rows: RowBlocks, count: int, blocks: int) -> int:
 
 def pair(parts: Sequence[Part]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Two parts as kernels take them, or one and none."""
-    (a, of_a), (b, of_b) = [*parts, (None, None), (None, None)][:2]
-    return dict(a=a, b=b), dict(OF_A=of_a, OF_B=of_b)
+    args: dict[str, Any] = dict(a=None, b=None)
+    forms: dict[str, Any] = dict(OF_A=None, OF_B=None)
+    for name, form, part in zip(args, forms, parts):
+        args[name], forms[form] = part.operand, part.form
+    return args, forms
 
 
 def warps_of(parts: Sequence[Part]) -> int:
@@ -157,47 +139,6 @@ def warps_of_products(parts: Sequence[Part]) -> int:
     return WIDE if is_wide else warps_of(parts)
 
 
-def part_of(
-    x: Tensor,
-    recipe: Recipe,
-    blocks: RowBlocks,
-    rotary: Rotary | None,
-    keys: RowBlocks,
-    scale: Tensor | None,
-    into: Memory,
-) -> Part:
-    """q, k or v as kernels take it; `rotary` turns it at the positions of keys."""
-    x = x if x.stride(3) == 1 else x.contiguous()
-    headdim = x.shape[3]
-    mixed = headdim & -headdim if recipe.rotates else 0
-    rotation = Rotation(headdim, mixed, mixed**-0.5 if mixed else 1.0)
-    tables = None
-    if rotary is not None:
-        positions, half = rotary.cos.shape
-        tables = Tables(rotary.cos, rotary.sin, positions)
-        rotation = rotation._replace(HALF=half, INTERLEAVED=bool(rotary.interleaved))
-    form = Form(rotation, recipe.group, is_sampled(x, into.reach is not None), recipe.transposes)
-    mean, reach = (None if t is None else of_head(t) for t in (into.mean, into.reach))
-    out = written_in(into.out)
-    operand = Operand(
-        strided(x),
-        blocks=blocks,
-        tables=tables,
-        keys=None if tables is None else keys,
-        count=count_of(x, blocks.cu_seqlens),
-        headdim=headdim,
-        mean=mean,
-        statistics=into.statistics,
-        reach=reach,
-        largest=into.largest,
-        beyond=into.beyond,
-        scale=of_head(into.scale if scale is None else scale),
-        rounding=into.rounding,
-        out=_of_values(out) if recipe.transposes else strided(out),
-    )
-    return Part(operand, form)
-
-
 def transposing(
     v: Any, seqused_k: Tensor | None, cu_seqlens_k: Tensor | None, v_t: Tensor
 ) -> list[Launch]:
@@ -207,7 +148,7 @@ def transposing(
     programs = count_of(v, cu_seqlens_k) * v.shape[2]
     if not (programs and blocks.sequences):
         return []
-    args = dict(v=strided(v), v_t=_of_values(v_t), blocks=blocks)
+    args = dict(v=strided(v), v_t=of_values(v_t), blocks=blocks)
     return [launch_of(transpose_values_kernel, programs, args, dict(D=v.shape[3]), WIDE)]
 
 
@@ -223,9 +164,3 @@ def row_blocks(x: Tensor, starts: Tensor | None, used: Tensor | None) -> RowBloc
     starts, used = (None if t is None else t.contiguous() for t in (starts, used))
     sequences = x.shape[0] if starts is None else starts.shape[0] - 1
     return RowBlocks(starts, used, sequences, x.shape[1], x.shape[2])
-
-
-def _of_values(v_t: Tensor) -> Strided:
-    """V^T as kernels take it: rows are the dims of a head, and as long as there are columns."""
-    _, nheads, headdim, columns = v_t.shape
-    return Strided(v_t, nheads * headdim * columns, columns, headdim * columns)

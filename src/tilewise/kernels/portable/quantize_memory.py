@@ -1,5 +1,5 @@
-"""What the kernels that quantise write: tensors that are returned, and what one leaves to the
-next.
+"""q, k and v as the kernels that quantise take them, and what these write: tensors that are
+returned, and what one leaves to the next.
 """
 
 from __future__ import annotations
@@ -8,11 +8,16 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...tile.rotary import Rotary
+from ...tile.types import Strided
 from ...tuning.select import architecture
-from ..common.operand import Operand
+from ..common import operand as gaps
+from ..common.arguments import strided
 from ..common.quantized import COLUMNS, FP8, WHOLE, columns_of, empty_values, packed_columns
-from .fp8_launch import has_product
+from .fp8_launch import has_product, of_head
+from .hadamard import Rotation
 from .quantize_kernels import Rounding
+from .quantize_rows import Form, Operand, RowBlocks, Tables
 from .quantize_statistics import Statistics
 
 INT32 = torch.int32
@@ -27,68 +32,93 @@ class Recipe(NamedTuple):
     transposes: bool
 
 
-class Memory(NamedTuple):
-    """What kernels write of one tensor, as operands."""
-
-    out: Any  # codes, or V^T: e4m3, or its bits where a GPU has no conversion
-    scale: Any  # where none is given
-    mean: Any
-    statistics: Statistics  # of each block of rows
-    rounding: Rounding
-    reach: Any
-    drift: Any  # by its bits: ()
-    # Magnitudes, by their bits: (sequences, nheads_k)
-    largest: Any
-    beyond: Any  # of those that are larger than what was found in some blocks
-
-    @property
-    def outputs(self) -> tuple[Any, Any, Any]:
-        """The tensors that are returned."""
-        return self.out, self.scale, self.mean
-
-
-def memory_of(
-    x: Any, recipe: Recipe, starts: Any, *, scale: Any, nheads_k: int, drifts: bool, work: Any
-) -> Memory:
-    """The memory of one tensor, of sequences that begin at `starts`, if they are packed. Its scale
-    is found where none is given. `drifts`: whether it is measured how far v drifts.
+class Part(NamedTuple):
+    """q, k or v in a launch, and what is returned of it: codes, or V^T, in e4m3, or its bits where
+    a GPU has no conversion; its scale, where none is given; its mean.
     """
-    sequences = x.shape[0] if starts is None else starts.shape[0] - 1
-    block, mean = (count_of(x, starts), *x.shape[2:]), (sequences, *x.shape[2:])
-    finds_scale, is_rounded = scale is None, recipe.smooths and recipe.transposes
-    is_walked = is_rounded and drifts
+
+    operand: Operand
+    form: Form
+    codes: Any
+    scale: Any
+    mean: Any
+
+
+def part_of(
+    x: Any,
+    recipe: Recipe,
+    blocks: RowBlocks,
+    rotary: Rotary | None,
+    keys: RowBlocks,
+    scale: Any,
+    drifts: bool,
+    work: Any,
+) -> Part:
+    """q, k or v as kernels take it, and the memory that they write; `rotary` turns it at the
+    positions of keys. Its scale is found where none is given. `drifts`: whether it is measured how
+    far v drifts.
+    """
+    x = x if x.stride(3) == 1 else x.contiguous()
+    headdim, starts = x.shape[3], blocks.cu_seqlens
+    hadamard = headdim & -headdim if recipe.rotates else 0
+    rotation = Rotation(headdim, hadamard, hadamard**-0.5 if hadamard else 1.0)
+    tables = None
+    if rotary is not None:
+        positions, half = rotary.cos.shape
+        tables = Tables(rotary.cos, rotary.sin, positions)
+        rotation = rotation._replace(HALF=half, INTERLEAVED=bool(rotary.interleaved))
+    count, finds_scale = count_of(x, starts), scale is None
+    is_rounded = recipe.smooths and recipe.transposes
+    is_walked, samples = is_rounded and drifts, is_sampled(x, is_rounded and drifts)
+    has_extremes, of_scale = recipe.smooths and finds_scale, (blocks.sequences, keys.nheads)
+    of_blocks, of_heads = (count, *x.shape[2:]), (blocks.sequences, *x.shape[2:])
 
     def room(name: str, shape: tuple, is_there: bool, dtype: Any = torch.float32) -> Any:
         is_cleared = dtype == INT32  # maxima
         return work.add(f"{x.name} {name}", shape, dtype, is_cleared) if is_there else None
 
     def output(name: str, shape: tuple, is_there: bool) -> Any:
-        return Operand(f"{x.name} {name}", shape, torch.float32, x.device) if is_there else None
+        operand = gaps.Operand(f"{x.name} {name}", shape, torch.float32, x.device)
+        return operand if is_there else None
 
-    has_extremes, of_scale = recipe.smooths and finds_scale, (sequences, nheads_k)
-    drift = None
-    if is_walked:
-        drift = Operand("drift", (), torch.float32, x.device, is_cleared=True)
-    return Memory(
-        out=codes_of(x, recipe, starts),
-        scale=output("scale", of_scale, finds_scale),
-        mean=output("mean", mean, recipe.smooths),
+    codes = codes_of(x, recipe, starts)
+    new_scale = output("scale", of_scale, finds_scale)
+    mean = output("mean", of_heads, recipe.smooths)
+    reach = room("reach", of_heads, is_walked)
+    written = codes.view(FP8 if has_product(architecture(x.device)) else torch.uint8)
+    operand = Operand(
+        strided(x),
+        blocks=blocks,
+        tables=tables,
+        keys=None if tables is None else keys,
+        count=count,
+        headdim=headdim,
+        mean=None if mean is None else of_head(mean),
         statistics=Statistics(
-            sums=room("sums", block, recipe.smooths),
-            highs=room("highs", block, has_extremes),
-            lows=room("lows", block, has_extremes),
+            sums=room("sums", of_blocks, recipe.smooths),
+            highs=room("highs", of_blocks, has_extremes),
+            lows=room("lows", of_blocks, has_extremes),
         ),
-        rounding=Rounding(
-            lost=room("lost", block, is_rounded), squares=room("squares", block, is_walked)
-        ),
-        reach=room("reach", mean, is_walked),
-        drift=drift,
+        reach=None if reach is None else of_head(reach),
         largest=room("largest", of_scale, finds_scale, INT32),
-        beyond=room("beyond", of_scale, finds_scale and is_sampled(x, is_walked), INT32),
+        beyond=room("beyond", of_scale, finds_scale and samples, INT32),
+        scale=of_head(new_scale if finds_scale else scale),
+        rounding=Rounding(
+            lost=room("lost", of_blocks, is_rounded), squares=room("squares", of_blocks, is_walked)
+        ),
+        out=of_values(written) if recipe.transposes else strided(written),
     )
+    form = Form(rotation, recipe.group, samples, recipe.transposes)
+    return Part(operand, form, codes, scale=new_scale, mean=mean)
 
 
-def codes_of(x: Any, recipe: Recipe, starts: Any) -> Operand:
+def of_values(v_t: Any) -> Strided:
+    """V^T as kernels take it: rows are the dims of a head, and as long as there are columns."""
+    _, nheads, headdim, columns = v_t.shape
+    return Strided(v_t, nheads * headdim * columns, columns, headdim * columns)
+
+
+def codes_of(x: Any, recipe: Recipe, starts: Any) -> Any:
     """The codes of x, or V^T. Rows of no packed sequence are 0; torch clears bytes."""
     name = f"{x.name} codes"
     if recipe.transposes:
@@ -99,12 +129,7 @@ def codes_of(x: Any, recipe: Recipe, starts: Any) -> Operand:
         is_cleared, shape = starts is not None, tuple(x.shape)
     has_codes = has_product(architecture(x.device)) and not is_cleared
     dtype = FP8 if has_codes else torch.uint8
-    return Operand(name, shape, dtype, x.device, is_cleared=is_cleared)
-
-
-def written_in(out: Operand) -> Operand:
-    """Codes as kernels write them: by their bits where a GPU has no conversion."""
-    return out.view(FP8 if has_product(architecture(out.device)) else torch.uint8)
+    return gaps.Operand(name, shape, dtype, x.device, is_cleared=is_cleared)
 
 
 def is_sampled(x: Any, is_walked: bool) -> bool:
