@@ -34,6 +34,8 @@ NAME = "tilewise"
 DEVICES = ("CPU", "CUDA")
 SDPA = "scaled_dot_product_attention"
 FAST_PATHS = ("_transformer_encoder_layer_fwd", "_native_multi_head_attention")
+# As torch computes it, which chooses among its kernels
+_torchs = torch.ops.aten.scaled_dot_product_attention.default.decompose
 AGAIN = "torch.compiler.reset() recompiles them"
 
 
@@ -217,11 +219,6 @@ def _transformed(*args, **options) -> Tensor:
         "transforms: call tilewise.scaled_dot_product_attention there"
     )
     return out
-
-
-def _torchs(*args, **options) -> Tensor:
-    """Computes as torch does, which chooses among its kernels."""
-    return torch.ops.aten.scaled_dot_product_attention.default.decompose(*args, **options)
 
 
 def _is_sharded(query: Tensor) -> bool:

@@ -220,8 +220,6 @@ OPERATORS = {
 }
 # What rounds differently in torch and in kernels, which the tiles of a mask must not
 ROUNDED = frozenset(name for name, step in OPERATORS.items() if step.kind is _real)
-
-
 DIVISIONS, SHIFTS = ("//", "%"), ("<<", ">>")
 
 

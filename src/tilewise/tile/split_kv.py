@@ -62,12 +62,13 @@ def fold(left: SplitState, right: SplitState) -> SplitState:
     return SplitState(left.acc_o * alpha + right.acc_o * beta, m_i, l_i=l_i)
 
 
-def finish(state: SplitState, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """`out` and `lse` (..., rows); a sink, (..., rows, 1), is one more key without a value."""
-    if sinks is not None:
-        is_there = (sinks > -math.inf).to(sinks.dtype)
-        sink = SplitState(torch.zeros_like(state.acc_o), sinks, l_i=is_there)
-        state = fold(state, sink)
+def key_without_value(scores: Tensor, like: Tensor) -> SplitState:
+    """Rows that have seen one key whose value is 0, by its scores (..., rows, 1)."""
+    return SplitState(torch.zeros_like(like), scores, l_i=(scores > -math.inf).to(scores.dtype))
+
+
+def finish(state: SplitState) -> tuple[Tensor, Tensor]:
+    """`out` and `lse` (..., rows)."""
     is_empty = state.l_i == 0
     lse = (state.m_i + state.l_i.log()).masked_fill(is_empty, -math.inf)
     return state.acc_o / state.l_i.masked_fill(is_empty, 1), lse.squeeze(-1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -27,6 +27,18 @@ class LayerFeatures(NamedTuple):
     dropout_p: float = 0.0
     deterministic: bool = False
     bias: Tensor | None = None
+
+    @classmethod
+    def taken(cls, kwargs: dict[str, Any], scale: float | None, dropout_p: float) -> LayerFeatures:
+        """Takes what a layer says by transformers' names out of `kwargs`."""
+        return cls(
+            scale,
+            kwargs.pop("softcap", None),
+            kwargs.pop("s_aux", None),
+            dropout_p,
+            bool(kwargs.pop("deterministic", None)),
+            kwargs.pop("position_bias", None),
+        )
 
     def cut(self, rows: slice, queries: slice, keys: slice) -> LayerFeatures:
         """The features of some rows, queries and keys."""

@@ -97,12 +97,16 @@ class FalconAttention(falcon.FalconAttention):
         return self.dense(out.flatten(2)), None
 
 
-class GPTJAttention(gptj.GPTJAttention):
-    """GPT-J's `forward`, with another product of q, k and v; before transformers 5.24."""
+class WithoutWeights(torch.nn.Module):
+    """A `forward` that refuses to return attention weights."""
 
     def forward(self, *args, output_attentions: bool | None = False, **kwargs):
         refuse(dict(output_attentions=output_attentions))
         return super().forward(*args, **kwargs)
+
+
+class GPTJAttention(WithoutWeights, gptj.GPTJAttention):
+    """GPT-J's `forward`, with another product of q, k and v; before transformers 5.24."""
 
     def _attn(self, query: Tensor, key: Tensor, value: Tensor, attention_mask=None):
         layer: Any = self  # which has other members from 5.24 on
@@ -113,14 +117,10 @@ class GPTJAttention(gptj.GPTJAttention):
         return out.transpose(1, 2), None
 
 
-class GPTNeoSelfAttention(gpt_neo.GPTNeoSelfAttention):
+class GPTNeoSelfAttention(WithoutWeights, gpt_neo.GPTNeoSelfAttention):
     """Its `forward`, with another product of q, k and v. Scores are not scaled, and each layer has
     a band of its own, of which the mask need not know.
     """
-
-    def forward(self, *args, output_attentions: bool = False, **kwargs):
-        refuse(dict(output_attentions=output_attentions))
-        return super().forward(*args, **kwargs)
 
     def _attn(self, query: Tensor, key: Tensor, value: Tensor, attention_mask=None):
         is_local = self.attention_type == "local"

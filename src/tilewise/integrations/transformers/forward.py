@@ -61,18 +61,14 @@ def attention_forward(
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
     is_causal: bool | None = None,
-    deterministic: bool | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
     """The attention function: (batch, nheads, seqlen, headdim) in, (batch, seqlen, ...) out."""
     q, k, v = (_rows(x).transpose(1, 2) for x in (query, key, value))
-    bias, starts = kwargs.pop("position_bias", None), None
+    features, starts = LayerFeatures.taken(kwargs, scale=scaling, dropout_p=dropout), None
     if is_sharded():
         band = _band(module, is_causal, sliding_window=sliding_window)
-        features = LayerFeatures(scaling, softcap, s_aux, dropout, bool(deterministic), bias)
         refuse(kwargs, dict.fromkeys(BESIDE, PACKED))
         given_ids = kwargs.get("position_ids")
         return attend_shards(q, k, v, attention_mask, band, features, given_ids), None
@@ -81,7 +77,8 @@ def attention_forward(
     if isinstance(attention_mask, Tensor) and attention_mask.dim() != 2:
         visible = given(attention_mask, q, k=k)
         if visible is None:
-            bias = attention_mask if bias is None else bias + attention_mask
+            bias = attention_mask if features.bias is None else features.bias + attention_mask
+            features = features._replace(bias=bias)
     else:
         if isinstance(attention_mask, Visible):
             _agree(attention_mask, q, k=k, sliding_window=sliding_window)
@@ -92,10 +89,8 @@ def attention_forward(
                 visible = padded(attention_mask, band, q=q, k=k)
         starts = starts_of(visible, kwargs, q=q, k=k)
     refuse(kwargs)
-    features = LayerFeatures(
-        scaling, softcap, s_aux, dropout, bool(deterministic), _of_scores(bias, q)
-    )
-    if starts is not None and bias is not None:
+    features = features._replace(bias=_of_scores(features.bias, q))
+    if starts is not None and features.bias is not None:
         visible, starts = apart(starts, band, q=q, k=k), None
     if starts is not None:
         seqused_k = visible.seqused_k if visible is not None and starts is visible.starts else None

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from ...problem import Extras, Grads, Scalars
-from ...tile.split_kv import SplitState, finish
+from ...tile.split_kv import SplitState, finish, fold, key_without_value
 from .tiles import Chunk
 
 Tensor = torch.Tensor
@@ -67,9 +67,10 @@ def first_state(x: Chunk, q: Tensor) -> tuple[Tensor, Tensor]:
 
 def finish_tile(state: SplitState, extras: Extras, tokens: int) -> tuple[Tensor, Tensor]:
     """`out` and `lse` of rows (group, tokens) after all keys; extras are those of heads."""
-    if extras.sinks is None:
-        return finish(state)
-    return finish(state, extras.sinks.squeeze(-1).repeat_interleave(tokens, 1))
+    if extras.sinks is not None:
+        scores = extras.sinks.squeeze(-1).repeat_interleave(tokens, 1)
+        state = fold(state, key_without_value(scores, like=state.acc_o))
+    return finish(state)
 
 
 def finish_rows(out: Tensor, lse: Tensor, extras: Extras, hidden: int) -> tuple[Tensor, Tensor]:
