@@ -18,9 +18,9 @@ import tilewise.distributed as td
 from tilewise import attention_reference
 from tilewise.explain.lengths import zipf
 from tilewise.testing import tolerance
-from tilewise.testing.cases import Case, recomputed
-from tilewise.testing.inputs import Features, Sizes
+from tilewise.testing.cases import Case, Features, Sizes
 from tilewise.testing.inputs import Inputs as CaseInputs
+from tilewise.testing.run import recomputed
 
 from .check import Verdict
 
@@ -209,7 +209,7 @@ def _samples(
         if found.dq is not None:
             features = Features(causal=of.causal, window=window)
             q, k, v = (x.detach() for x in (whole.q[queries], whole.k[keys], whole.v[keys]))
-            inputs = CaseInputs(q, k, v, whole.dout[queries], None, None, None, None)
+            inputs = CaseInputs(q, k, v, whole.dout[queries], None)
             truths[2][1] = recomputed(Case("bench", Sizes(), features), inputs)["dq"]
         rows = slice(span.row + start - span.start, span.row + stop - span.start)
         at = [(found.out, one.out), (found.dq, one.dq)][: len(truths[0])]

@@ -2,7 +2,7 @@
 
 One key head with its query heads is computed a block of queries at a time, so that memory stays
 bounded at any length: in fp64, as plain torch in the precision of the inputs and, where gradients
-are asked for, as the run that stores out and LSE (`testing.cases.recomputed`). A gradient computed
+are asked for, as the run that stores out and LSE (`testing.run.recomputed`). A gradient computed
 from those has errors of its own, and in fp32 they are most of what there is.
 """
 
@@ -15,9 +15,10 @@ import torch
 
 from tilewise import attention_reference
 from tilewise.explain.shapes import Shape
-from tilewise.testing import cases
-from tilewise.testing.inputs import Features, Sizes
+from tilewise.problem import Extras
+from tilewise.testing.cases import Case, Features, Sizes
 from tilewise.testing.inputs import Inputs as CaseInputs
+from tilewise.testing.run import recomputed
 
 Tensor = torch.Tensor
 Results = dict[str, Tensor]
@@ -116,13 +117,11 @@ def _by_autograd(shape: Shape, upcast: bool) -> Callable[[Inputs, dict[str, Any]
 def _recomputed(block: Inputs, options: dict[str, Any]) -> Results:
     """The run of FlashAttention-2."""
     asked = {name: options[name] for name in ("causal", "window", "softcap")}
-    others = {
-        name: x for name, x in options.items() if name not in (*asked, "alibi_slopes", "sinks")
-    }
-    case = cases.Case("bench", Sizes(), Features(**asked))
-    slopes, sinks = options["alibi_slopes"], options["sinks"]
-    inputs = CaseInputs(*block[:4], None, slopes, sinks, None, block.bias)
-    return cases.recomputed(case, inputs, **others)
+    tensors = {name: options[name] for name in ("alibi_slopes", "sinks")}
+    others = {name: x for name, x in options.items() if name not in asked | tensors}
+    case = Case("bench", Sizes(), Features(**asked))
+    inputs = CaseInputs(*block[:4], None, Extras(**tensors, bias=block.bias))
+    return recomputed(case, inputs, **others)
 
 
 def _blockwise(

@@ -15,8 +15,10 @@ from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 import tilewise
 from tilewise import ArgumentError, errors
 from tilewise.ops import attention as ops
-from tilewise.testing.cases import Case, standards
-from tilewise.testing.inputs import Features, Inputs, Sizes
+from tilewise.problem import Extras
+from tilewise.testing.cases import Case, Features, Sizes
+from tilewise.testing.inputs import Inputs
+from tilewise.testing.run import standards
 from tilewise.testing.tolerance import judge
 
 sdpa = tilewise.scaled_dot_product_attention
@@ -316,7 +318,7 @@ def budget(tensors, is_causal, attn_mask=None, dropout_p=0.0):
     bias = None if attn_mask is None else attn_mask[None, None]
     sizes = Sizes(batch, q.shape[2], k.shape[2], q.shape[1], k.shape[1], q.shape[3])
     features = Features(causal="top_left" if is_causal else False, layout="bhsd", bias="qk")
-    inputs = Inputs(q, k, v, dout, None, None, None, None, bias)
+    inputs = Inputs(q, k, v, dout, None, Extras(bias=bias))
     runs = standards(Case("a sample", sizes, features), inputs)
     names = ("out", "dq", "dk", "dv", *(() if bias is None else ("dbias",)))
     return [[found[name] for found in runs] for name in names]

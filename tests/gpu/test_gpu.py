@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tilewise import PerformanceWarning, attention, attention_reference
-from tilewise.testing.cases import Case, run_case
-from tilewise.testing.inputs import Features, Sizes
+from tilewise.testing.cases import Case, Features, Sizes
+from tilewise.testing.run import run_case
 from tilewise.testing.tolerance import assert_within
 from tilewise.tuning.config import Config
 from tilewise.tuning.select import override

@@ -21,8 +21,9 @@ F64 = torch.float64
 def results(attend, inputs, features, **how):
     """out, lse and all gradients, with a gradient coming in through both results."""
     leaves = [x.detach().clone().requires_grad_() for x in inputs[:3]]
-    sinks = None if inputs.sinks is None else inputs.sinks.clone().requires_grad_()
-    given = dict(alibi_slopes=inputs.alibi_slopes, sinks=sinks, seqused_k=inputs.seqused_k)
+    extras = inputs.extras
+    sinks = None if extras.sinks is None else extras.sinks.clone().requires_grad_()
+    given = dict(alibi_slopes=extras.alibi_slopes, sinks=sinks, seqused_k=extras.seqused_k)
     given |= {n: getattr(features, n) for n in ("causal", "window", "softcap", "scale", "layout")}
     out, lse = attend(*leaves, **given, **how, return_lse=True)
     leaves += [] if sinks is None else [sinks]

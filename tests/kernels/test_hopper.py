@@ -16,8 +16,8 @@ from tilewise.kernels.hopper.fwd import launch, runs_launch
 from tilewise.ops import calls
 from tilewise.problem import Extras, Scalars, describe
 from tilewise.testing import use_emulator
-from tilewise.testing.cases import Case, run_case
-from tilewise.testing.inputs import Features, Sizes
+from tilewise.testing.cases import Case, Features, Sizes
+from tilewise.testing.run import run_case
 from tilewise.testing.tolerance import assert_within
 
 CPU = torch.device("cpu")

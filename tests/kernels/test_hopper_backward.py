@@ -11,8 +11,8 @@ import tilewise
 from tilewise.kernels.hopper.bwd import plan
 from tilewise.problem import Extras, Scalars, describe
 from tilewise.testing import use_emulator
-from tilewise.testing.cases import Case, run_case
-from tilewise.testing.inputs import Features, Sizes
+from tilewise.testing.cases import Case, Features, Sizes
+from tilewise.testing.run import run_case
 
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16

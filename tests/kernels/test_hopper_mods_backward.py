@@ -19,10 +19,11 @@ from tilewise.kernels.hopper.bwd import launch as bwd_launch
 from tilewise.mods.flatten import modifiers_of
 from tilewise.problem import Extras, Problem, Saved, Scalars, describe
 from tilewise.testing import use_emulator
-from tilewise.testing.cases import Case, standards
-from tilewise.testing.inputs import Features, Inputs, Sizes, make_inputs, poisoned
+from tilewise.testing.cases import Case, Features, PackedCase, Sizes
+from tilewise.testing.inputs import Inputs, make_inputs, poisoned
 from tilewise.testing.modified import modifiers
-from tilewise.testing.packed import PackedCase
+from tilewise.testing.packed import join, pack
+from tilewise.testing.run import standards
 from tilewise.testing.tolerance import judge
 
 Tensor = torch.Tensor
@@ -156,15 +157,15 @@ def given_of(
     functions = (asked.get(name) for name in ("mask_mod", "score_mod", "block_mask"))
     shape = q.shape[0], q.shape[2], *((0, 0) if lengths else (q.shape[1], k.shape[1]))
     mods, captured = modifiers_of(*functions, shape)
-    extras = Extras(inputs.alibi_slopes, inputs.sinks, inputs.seqused_k)._replace(
-        bias=inputs.bias, dropout_rng=asked.get("dropout_rng"), captured=captured, **lengths
+    extras = inputs.extras._replace(
+        dropout_rng=asked.get("dropout_rng"), captured=captured, **lengths
     )
     left, right = features.window or (-1, -1)
     right = 0 if features.causal else right
     numbers = q.shape[3] ** -0.5, features.softcap or 0.0, left, right, features.dropout
     scalars = Scalars(*numbers)
     align = "top_left" if features.causal == "top_left" else "bottom_right"
-    flags = align, deterministic, mods, inputs.bias is not None
+    flags = align, deterministic, mods, inputs.extras.bias is not None
     problem = describe(q, k, v, extras, scalars, *flags)
     results = out.to(q.dtype), lse.float()
     return Given(problem, Saved(dout, inputs.dlse, q, k, v, *results), extras, scalars)
@@ -188,11 +189,13 @@ def packed_call_of(case: PackedCase, device="cpu"):
     for n, part in enumerate(case.parts):
         part = part._replace(sizes=part.sizes._replace(batch=len(case.queries)))
         inputs = make_inputs(*part[1:], BF16, device, part.seed)
-        rows.append(Inputs(*(None if x is None else x[n : n + 1] for x in inputs)))
+        extras = [None if x is None else x[n : n + 1] for x in inputs.extras.optional]
+        row = [None if x is None else x[n : n + 1] for x in inputs[:5]]
+        rows.append(Inputs(*row, Extras(*extras)))
         results = standards(part, inputs)
         runs.append([{name: x[n : n + 1] for name, x in run.items()} for run in results])
-    inputs, lengths = case.pack(rows)
-    oracle, *plain = map(case.join, zip(*runs))
+    inputs, lengths = pack(case, rows)
+    oracle, *plain = (join(case, x) for x in zip(*runs))
     longest = case.sizes._replace(batch=len(rows), seqlen_q=max(case.queries))
     longest = longest._replace(seqlen_k=max(case.keys))
     return given_of(inputs, longest, case.features, oracle, **lengths), oracle, plain

@@ -18,9 +18,8 @@ from tilewise.kernels.hopper import copy_rows, padded
 from tilewise.kernels.hopper.bwd import launch as bwd_launch
 from tilewise.problem import NO_EXTRAS, Between, Extras, Saved, Scalars, describe
 from tilewise.testing import use_emulator, use_interpreter
-from tilewise.testing.cases import Case, run_case
-from tilewise.testing.inputs import Features, Sizes
-from tilewise.testing.packed import PackedCase
+from tilewise.testing.cases import Case, Features, PackedCase, Sizes
+from tilewise.testing.run import run_case
 
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16

@@ -13,9 +13,9 @@ from tilewise.kernels.hopper.fwd import launch
 from tilewise.ops import calls
 from tilewise.problem import Extras, Scalars, describe
 from tilewise.testing import use_emulator
-from tilewise.testing.cases import Case
-from tilewise.testing.inputs import Features, Sizes, make_inputs, poisoned
-from tilewise.testing.packed import PackedCase
+from tilewise.testing.cases import Case, Features, PackedCase, Sizes
+from tilewise.testing.inputs import make_inputs, poisoned
+from tilewise.testing.packed import pack, share
 from tilewise.testing.tolerance import judge
 
 BF16 = torch.bfloat16
@@ -39,11 +39,10 @@ class Packed(NamedTuple):
 
 def inputs(case: PackedCase, device="cpu", dtype=BF16) -> Packed:
     parts = [make_inputs(*part[1:], dtype, device, part.seed) for part in case.parts]
-    parts = [part._replace(sinks=parts[0].sinks) for part in parts]
-    joined, lengths = case.pack(parts)
+    joined, lengths = pack(case, share(parts))
     asked = case.features._asdict()
     options = {name: asked[name] for name in ("causal", "window", "softcap", "scale")}
-    options |= {"alibi_slopes": joined.alibi_slopes, "sinks": joined.sinks}
+    options |= {"alibi_slopes": joined.extras.alibi_slopes, "sinks": joined.extras.sinks}
     return Packed(joined.q, joined.k, joined.v, options | lengths)
 
 

@@ -24,9 +24,10 @@ from tilewise.kernels.hopper.tma import load_ragged, store_ragged
 from tilewise.kernels.portable import launch as portable
 from tilewise.problem import Extras, Problem, Saved, Scalars, describe
 from tilewise.testing import use_emulator
-from tilewise.testing.cases import Case, standards
-from tilewise.testing.inputs import Features, Inputs, Sizes, guarded, make_inputs, poisoned
-from tilewise.testing.packed import PackedCase
+from tilewise.testing.cases import Case, Features, PackedCase, Sizes
+from tilewise.testing.inputs import Inputs, guarded, make_inputs, poisoned
+from tilewise.testing.packed import join, pack, share
+from tilewise.testing.run import standards
 from tilewise.testing.tolerance import judge
 
 Tensor = torch.Tensor
@@ -116,13 +117,14 @@ def given_of(inputs: Inputs, forward: dict, features: Features, extras: Extras, 
 def packed_call(case: PackedCase, deterministic=False, device="cpu"):
     """The arguments of a packed case, and what its results are judged by."""
     parts = [make_inputs(*part[1:], BF16, device, part.seed) for part in case.parts]
-    parts = [part._replace(sinks=parts[0].sinks) for part in parts]
-    inputs, lengths = case.pack(parts)
+    parts = share(parts)
+    inputs, lengths = pack(case, parts)
     if inputs.dlse is not None and case.spare:
         is_used = used_rows(case.queries, case.spare)
         inputs.dlse[:, : len(is_used)][:, ~is_used] = math.nan
-    oracle, *plain = map(case.join, zip(*(standards(*both) for both in zip(case.parts, parts))))
-    extras = Extras(inputs.alibi_slopes, inputs.sinks)._replace(**lengths)
+    runs = zip(*(standards(*both) for both in zip(case.parts, parts)))
+    oracle, *plain = (join(case, x) for x in runs)
+    extras = Extras(inputs.extras.alibi_slopes, inputs.extras.sinks)._replace(**lengths)
     return given_of(inputs, oracle, case.features, extras, deterministic), oracle, plain
 
 
@@ -134,7 +136,7 @@ def dense_call(case: Case, deterministic=False):
     """The same of a batch with `seqused_k`."""
     inputs = make_inputs(case.sizes, case.features, BF16, "cpu", case.seed)
     oracle, *plain = standards(case, inputs)
-    extras = Extras(seqused_k=inputs.seqused_k)
+    extras = Extras(seqused_k=inputs.extras.seqused_k)
     return given_of(inputs, oracle, case.features, extras, deterministic), oracle, plain
 
 

@@ -7,9 +7,8 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 import torch
 
-from tilewise.testing.cases import CASES, Case, run_case
-from tilewise.testing.inputs import Features, Sizes
-from tilewise.testing.packed import PACKED
+from tilewise.testing.cases import CASES, PACKED, Case, Features, Sizes
+from tilewise.testing.run import run_case
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 BACKENDS = {

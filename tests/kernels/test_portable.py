@@ -18,9 +18,9 @@ from tilewise.kernels.portable.plan import Plan
 from tilewise.problem import Extras, Grads, Saved, Scalars, describe
 from tilewise.sparse import create_block_mask
 from tilewise.testing import use_interpreter
-from tilewise.testing.cases import CASES, Case, run_case
-from tilewise.testing.inputs import Features, Sizes, make_inputs
-from tilewise.testing.packed import PackedCase
+from tilewise.testing.cases import CASES, Case, Features, PackedCase, Sizes
+from tilewise.testing.inputs import make_inputs
+from tilewise.testing.run import run_case
 from tilewise.tuning.config import Config
 from tilewise.tuning.select import override
 
@@ -131,7 +131,7 @@ def test_descriptors_change_no_bit(dtype, headdims, tiles):
     sizes = Sizes(2, 40, 70, 2, 1, *headdims)
     features = Features(causal=True, window=(60, 0), seqused_k=(57, 0))
     inputs = make_inputs(sizes, features, dtype)
-    how = dict(causal=True, window=(60, 0), seqused_k=inputs.seqused_k)
+    how = dict(causal=True, window=(60, 0), seqused_k=inputs.extras.seqused_k)
     with everywhere(32, 32, 4, 1, False):
         by_pointers = results(inputs, **how)
         assert not any(tile.DESCRIPTORS for tile in tiles.values())
@@ -280,7 +280,7 @@ def test_padding_has_no_gradient_and_no_say(causal):
     used = (77, 0, 64)
     features = Features(causal=causal, seqused_k=used)
     inputs = make_inputs(Sizes(3, 40, 90, 2, 1, 24, 24), features, torch.float32)
-    padded = results(inputs, causal=causal, seqused_k=inputs.seqused_k)
+    padded = results(inputs, causal=causal, seqused_k=inputs.extras.seqused_k)
     assert all(x.isfinite().all() for x in (padded[0], *padded[2:]))
     for dx in padded[3:]:
         assert all(dx[i, n:].eq(0).all() for i, n in enumerate(used))

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from ptx import executing
-from tilewise.testing.cases import Case, run_case
-from tilewise.testing.inputs import Features, Sizes
+from tilewise.testing.cases import Case, Features, Sizes
+from tilewise.testing.run import run_case
 
 pytestmark = pytest.mark.slow
 

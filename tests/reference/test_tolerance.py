@@ -7,11 +7,12 @@ import torch
 from helpers.tiers import every
 
 from tilewise import attention_reference
-from tilewise.testing import cases, tolerance
-from tilewise.testing.inputs import Features, Sizes, make_inputs, poisoned
+from tilewise.testing import run, tolerance
+from tilewise.testing.cases import CASES, Features, Sizes
+from tilewise.testing.inputs import make_inputs, poisoned
 from tilewise.testing.tolerance import assert_within, judge
 
-CASE = {case.name: case for case in cases.CASES}
+CASE = {case.name: case for case in CASES}
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -108,7 +109,7 @@ def test_errors_of_two_plain_runs_add():
 def test_the_recomputing_run_is_attention(name):
     case = CASE[name]
     inputs = make_inputs(case.sizes, case.features, torch.float64)
-    found, oracle = cases.recomputed(case, inputs), cases.run(attention_reference, case, inputs)
+    found, oracle = run.recomputed(case, inputs), run.run(attention_reference, case, inputs)
     assert found.keys() == oracle.keys()
     for tensor in oracle:
         torch.testing.assert_close(found[tensor], oracle[tensor], rtol=1e-11, atol=1e-11)
@@ -118,10 +119,10 @@ def test_the_recomputing_run_is_attention(name):
 @pytest.mark.parametrize("name", every(3, ["gqa", "d128", "softcap", "1023x1024-causal", "gqa-3"]))
 def test_a_wrong_factor_fails(name, dtype, monkeypatch):
     """With both runs: a per mille in any tensor in fp32, 5% in halves, which round more."""
-    factor, real = 1.001 if dtype == torch.float32 else 1.05, cases.judge
-    assert all(record.verdict.ok for record in cases.run_case(CASE[name], "cpu", dtype=dtype))
-    monkeypatch.setattr(cases, "judge", lambda x, *runs: real(x * factor, *runs))
-    assert not any(record.verdict.ok for record in cases.run_case(CASE[name], "cpu", dtype=dtype))
+    factor, real = 1.001 if dtype == torch.float32 else 1.05, run.judge
+    assert all(record.verdict.ok for record in run.run_case(CASE[name], "cpu", dtype=dtype))
+    monkeypatch.setattr(run, "judge", lambda x, *runs: real(x * factor, *runs))
+    assert not any(record.verdict.ok for record in run.run_case(CASE[name], "cpu", dtype=dtype))
 
 
 def test_poisoned_memory_is_nan_and_only_inside():

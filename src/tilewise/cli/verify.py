@@ -93,8 +93,7 @@ def dtypes_of(named: tuple[str, ...] | None, quick: bool, full: bool, device: st
 
 def select(expression: str, quick: bool) -> list:
     """The cases that are asked for."""
-    from ..testing.cases import CASES
-    from ..testing.packed import PACKED
+    from ..testing.cases import CASES, PACKED
 
     named = [case for case in CASES + PACKED if matches(expression, case.name)]
     chosen = [case for case in named if not quick or case.tiles <= QUICK_TILES]
@@ -173,7 +172,7 @@ def check_case(case, backend: str | None, device: str, dtype: str) -> Check:
     """One case: the worst of its tensors, a refusal, or what was raised."""
     import torch
 
-    from ..testing.cases import run_case
+    from ..testing.run import run_case
 
     try:
         records = run_case(case, backend, device=device, dtype=getattr(torch, dtype))
@@ -242,8 +241,7 @@ def sdpa_error(case, tensor: str, device: str, dtype) -> float | None:
 
 def torch_can(case, tensor: str) -> bool:
     """Whether torch's attention computes this tensor of the case without a mask of scores."""
-    from ..testing.inputs import Features
-    from ..testing.packed import PackedCase
+    from ..testing.cases import Features, PackedCase
 
     features, sizes = case.features, case.sizes
     if isinstance(case, PackedCase):

@@ -1,8 +1,4 @@
-"""The matrix of calls that every backend is held to, and how one of them is run and judged.
-
-    for case in CASES:
-        for record in run_case(case, backend="cpu"):
-            print(case.name, record)
+"""The matrix of calls that every backend is held to: sizes and features, by name.
 
 Tests, GPU tests and `tilewise verify` run these same cases. The list is picked by hand, each case
 for a fault it would show, so that it stays short: `case.tiles` says what an interpreter would pay.
@@ -10,19 +6,56 @@ for a fault it would show, so that it stays short: `case.tiles` says what an int
 
 from __future__ import annotations
 
-import contextlib
 import zlib
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
-from ..emulation import use_emulator, use_interpreter
-from ..reference import attention_reference
-from .inputs import Features, Inputs, Sizes, make_inputs, poisoned
-from .modified import modifiers
-from .tolerance import Verdict, judge
-
 Tensor = torch.Tensor
+
+
+class Sizes(NamedTuple):
+    """The sizes of a call; `headdim_v` 0 is headdim."""
+
+    batch: int = 1
+    seqlen_q: int = 64
+    seqlen_k: int = 64
+    nheads: int = 2
+    nheads_k: int = 2
+    headdim: int = 32
+    headdim_v: int = 0
+
+
+class Features(NamedTuple):
+    """The features of a call besides its sizes."""
+
+    causal: bool | str = False
+    window: tuple[int, int] | None = None
+    softcap: float | None = None
+    scale: float | None = None
+    alibi: str = ""  # "heads" (nheads,) or "batch" (batch, nheads)
+    sinks: bool = False
+    seqused_k: tuple[int, ...] | None = None
+    layout: str = "bshd"
+    memory: str = "dense"  # one of MEMORY
+    logits: float = 0.0  # forces scores to + and - this
+    lse_grad: bool = False  # a gradient comes in through lse, too
+    bias: str = ""  # its own dimensions, of "bhqk"; it has others of 1
+    mask: str = ""  # one of `modified.MASKS`
+    blocks: tuple[int, int] | None = None  # the mask comes as a block mask of such blocks
+    score: str = ""  # one of `modified.SCORES`
+    dropout: float = 0.0
+    learned: bool = False  # the score function's captured tensor requires grad
+
+    def cap_error(self, queries: Tensor, keys: Tensor, scale: float, eps: float) -> Tensor | float:
+        """The relative error of scores by the rounding of a cap's t = tanh(x): off by u t, which is
+        u t / (1 - t^2) in x, or u sinh(2x) / 2x of it, with u = eps / 2.
+        """
+        if not self.softcap:
+            return 0.0
+        x = scale / self.softcap * queries @ keys.transpose(2, 3)
+        x = x.square().nanmean().sqrt()
+        return eps / 2 * torch.sinh(2 * x) / (2 * x)
 
 
 class Case(NamedTuple):
@@ -40,27 +73,45 @@ class Case(NamedTuple):
 
     @property
     def seed(self) -> int:
+        """That of its tensors."""
         return zlib.crc32(self.name.encode())
 
+    @property
+    def parts(self) -> list[Case]:
+        """Its sequences, of which a batch is one."""
+        return [self]
 
-class CallSpec(Protocol):
-    """What says which call is made."""
+
+class PackedCase(NamedTuple):
+    """One call of packed sequences. Each has the lengths of `queries` and `keys`, and behind them
+    as many rows that are not used as `spare` says, and `tail` more rows lie behind all of them.
+    """
+
+    name: str
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+    features: Features
+    sizes: Sizes = Sizes(nheads=4, nheads_k=2)
+    spare: int = 0
+    tail: int = 0
 
     @property
-    def sizes(self) -> Sizes: ...
+    def tiles(self) -> int:
+        """How many 64 x 64 tiles of scores the call has, hidden ones included."""
+        return sum(part.tiles for part in self.parts)
 
     @property
-    def features(self) -> Features: ...
+    def seed(self) -> int:
+        """That of its tensors."""
+        return zlib.crc32(self.name.encode())
 
-
-class Record(NamedTuple):
-    """The verdict on one tensor of a call: out, lse, dq, dk, dv, dsinks, dbias or dlearned."""
-
-    tensor: str
-    verdict: Verdict
-
-    def __str__(self) -> str:
-        return f"{self.tensor}: {self.verdict}{'' if self.verdict.ok else ' FAILS'}"
+    @property
+    def parts(self) -> list[Case]:
+        """Each sequence as a call of its own."""
+        return [
+            Case(f"{self.name}-{i}", self.sizes._replace(seqlen_q=m, seqlen_k=n), self.features)
+            for i, (m, n) in enumerate(zip(self.queries, self.keys, strict=True))
+        ]
 
 
 def _case(name: str, sizes: dict | None = None, **features) -> Case:
@@ -210,172 +261,33 @@ CASES: tuple[Case, ...] = (
     _case("expanded", _WIDE, memory="expanded"),
 )
 
-
-def run_case(
-    case: Case,
-    backend: str | None = None,
-    device: str | torch.device = "cpu",
-    dtype: torch.dtype = torch.float32,
-    seed: int | None = None,
-) -> list[Record]:
-    """Computes the case and judges out, lse and the gradients against fp64.
-
-    On CPU tensors portable kernels run in the interpreter and Hopper ones in the emulator, by
-    `seed`, or one of the case's own.
-
-    Raises NotImplementedError, with the reason, where the backend does not serve the case.
-    """
-    from .. import attention
-
-    if not isinstance(case, Case):
-        return case.run(backend, device, dtype, seed)
-    inputs = make_inputs(case.sizes, case.features, dtype=dtype, device=device, seed=case.seed)
-    with on_cpu(backend, device, seed=case.seed if seed is None else seed), poisoned():
-        results = run(attention, case, inputs=inputs, backend=backend)
-    return records(results, *standards(case, inputs))
-
-
-def on_cpu(
-    backend: str | None, device: str | torch.device, seed: int
-) -> contextlib.AbstractContextManager:
-    """The context in which a GPU backend runs on CPU tensors."""
-    if torch.device(device).type == "cpu" and backend == "portable":
-        return use_interpreter()
-    if torch.device(device).type == "cpu" and backend == "hopper":
-        return use_emulator(seed)
-    return contextlib.nullcontext()
-
-
-def standards(case: Case, inputs: Inputs) -> tuple[dict[str, Tensor], ...]:
-    """What results are judged by: the oracle, and the plain runs whose errors are allowed."""
-    oracle = run(attention_reference, case, inputs=_to(torch.float64, inputs))
-    return oracle, run(attention_reference, case, inputs, upcast=False), recomputed(case, inputs)
-
-
-def records(results: dict, oracle: dict, *plain: dict) -> list[Record]:
-    """The verdict on each tensor."""
-    return [
-        Record(name, judge(results[name], oracle[name], *(runs[name] for runs in plain)))
-        for name in oracle
-    ]
-
-
-def recomputed(case: Case, inputs: Inputs, **how) -> dict[str, Tensor]:
-    """The plain run of FlashAttention-2, which stores out and LSE and not P; in fp32 at least.
-    `how` are arguments of the reference in addition to the case's.
-
-    Its scores are rounded in another way than those behind out and LSE: q is scaled first. With
-    P' = exp(S - LSE') of those scores and w = exp(LSE' - LSE), autograd of the reference gives
-
-        dV = P^T dO = P'^T (w dO)                     where P = exp(S - LSE) = w P'
-        dS = P (dP - delta) = P' ((w dO) V^T - rowsum(w dO * O') + dLSE')
-                              given dLSE' = rowsum(w dO * O') - w delta
-
-    The errors of a row's LSE and delta are random, and may be all that a gradient's error comes
-    from. So here they are off by what rounding can do, with u = eps / 2 for each operation and, in
-    a sum, of the sizes of its terms: LSE by u |S| + u |LSE| and 2 u for exp and 1 / l; delta, and
-    dP which it meets, by u |dO| |O|. The sign changes from row to row. And kernels sum in sequence:
-    of n terms, n roundings of the running sum, each u / sqrt(3) in the mean. So S is off over
-    headdim, with a sign that changes from key to key, and results over keys or queries. A cap's t =
-    tanh(x) is off by u t, which is u t / (1 - t^2) in x, or u sinh(2x) / 2x of it.
-    """
-    dtype = torch.promote_types(inputs.q.dtype, torch.float32)
-    eps = torch.finfo(dtype).eps
-    with torch.no_grad():
-        _, *stored = _attend(attention_reference, case, inputs=inputs, **how)
-    exact = _to(dtype, inputs)
-    scale = case.features.scale or inputs.q.shape[-1] ** -0.5
-    keys = _as_rows(exact.k, case)
-    off = _in_sequence(keys.shape[3], eps)
-    if case.features.softcap:
-        queries = _as_rows(exact.q, case)[:, : keys.shape[1]]
-        x = scale / case.features.softcap * queries @ keys.transpose(2, 3)
-        x = x.square().nanmean().sqrt()
-        off = off + eps / 2 * torch.sinh(2 * x) / (2 * x)
-    keys = keys * (1 + _signs(keys).unsqueeze(-1) * off)
-    scaled = exact._replace(q=exact.q * scale, k=_as_rows(keys, case))
-    leaves, out, lse = _attend(attention_reference, case, inputs=scaled, scale=1.0, **how)
-
-    stored_out, stored_lse = (x.to(dtype) for x in stored)
-    sign = _signs(lse)
-    stored_lse = stored_lse + sign * eps * (1 + stored_lse.abs())
-    products = exact.dout * stored_out
-    delta_off = eps * _rowsum(products.abs(), case)
-    delta = _rowsum(products, case) + sign * delta_off
-    if exact.dlse is not None:
-        delta = delta - exact.dlse
-    w = torch.exp(lse.detach() - stored_lse).nan_to_num(0)  # a row without keys has no P
-    dout = exact.dout * _as_rows(w.unsqueeze(-1), case)
-    dlse = _rowsum(dout * out.detach(), case) - w * delta
-    results = _results(leaves, out, lse=lse, dout=dout, dlse=dlse) | {"lse": stored_lse}
-    results["dq"] *= scale
-    nkeys, nqueries = keys.shape[2], lse.shape[2] * lse.shape[1] // keys.shape[1]
-    for name, terms in {"out": nkeys, "dq": nkeys, "dk": nqueries, "dv": nqueries}.items():
-        results[name] *= 1 + _in_sequence(terms, eps)
-    if exact.sinks is not None:  # few numbers, each a sum over rows: their errors add in squares
-        delta_off += torch.finfo(inputs.q.dtype).eps * _rowsum(products.square(), case).sqrt()
-        p_sink = torch.exp(exact.sinks.unsqueeze(1) - stored_lse)
-        results["dsinks"] += (p_sink * delta_off).square().sum((0, 2)).sqrt()
-    return results
-
-
-def _in_sequence(terms: int, eps: float) -> float:
-    """The relative error of a sum that rounds as many times."""
-    return eps / 2 * (terms / 3) ** 0.5
-
-
-def _signs(x: Tensor) -> Tensor:
-    """1 and -1 alternating along seqlen, for (batch, nheads, seqlen, ...)."""
-    return 1 - 2 * (torch.arange(x.shape[2], device=x.device) % 2)
-
-
-def _as_rows(x: Tensor, case: Case) -> Tensor:
-    """(batch, nheads, seqlen, ...) in the case's layout, and back."""
-    return x.transpose(1, 2) if case.features.layout == "bshd" else x
-
-
-def _rowsum(x: Tensor, case: Case) -> Tensor:
-    """The sum over headdim, shaped as lse."""
-    return _as_rows(x, case).sum(-1)
-
-
-def run(attend, case: CallSpec, inputs: Inputs, **how) -> dict[str, Tensor]:
-    """out and lse, and the gradients of q, k, v, sinks, bias and what is learned."""
-    leaves, out, lse = _attend(attend, case, inputs=inputs, **how)
-    return _results(leaves, out, lse=lse, dout=inputs.dout, dlse=inputs.dlse)
-
-
-def _attend(
-    attend, case: CallSpec, inputs: Inputs, **how
-) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """The tensors that require grad, by name, and out and lse."""
-    leaves = {"q": inputs.q, "k": inputs.k, "v": inputs.v}
-    leaves |= {name: getattr(inputs, name) for name in ("sinks", "bias", "learned")}
-    leaves = {name: x for name, x in leaves.items() if x is not None}
-    leaves = {name: x.detach().requires_grad_() for name, x in leaves.items()}
-    options = case.features._asdict()
-    options = {name: options[name] for name in ("causal", "window", "softcap", "scale", "layout")}
-    options |= {"alibi_slopes": inputs.alibi_slopes, "seqused_k": inputs.seqused_k}
-    tensors = dict(leaves)
-    learned = tensors.pop("learned", None)
-    options |= modifiers(case.sizes, case.features, device=inputs.q.device, learned=learned)
-    return leaves, *attend(**tensors, **(options | how), return_lse=True)
-
-
-def _results(
-    leaves: dict[str, Tensor], out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
-) -> dict[str, Tensor]:
-    """out, lse and the gradients, given those of out and lse."""
-    outputs, grad_outputs = ((out,), (dout,)) if dlse is None else ((out, lse), (dout, dlse))
-    grads = torch.autograd.grad(outputs, list(leaves.values()), grad_outputs)
-    results = {"out": out.detach(), "lse": lse.detach()}
-    return results | {f"d{name}": grad for name, grad in zip(leaves, grads)}
-
-
-def _to(dtype: torch.dtype, inputs: Inputs) -> Inputs:
-    floats = {
-        name: x.to(dtype)
-        for name, x in inputs._asdict().items()
-        if name != "alibi_slopes" and x is not None and x.is_floating_point()
-    }
-    return inputs._replace(**floats)
+PACKED = (
+    PackedCase("packed-lengths", (5, 0, 70, 33), (7, 4, 60, 50), Features(lse_grad=True)),
+    PackedCase("packed-causal", (160, 300), keys=(160, 300), features=Features(causal=True)),
+    PackedCase("packed-one", (65,), keys=(130,), features=Features(causal=True, window=(40, 0))),
+    PackedCase("packed-no-keys", (9, 20), (0, 30), Features(causal="top_left", lse_grad=True)),
+    PackedCase("packed-many", (1,) * 40 + (100,), (3,) * 40 + (90,), Features(softcap=3.0)),
+    PackedCase(
+        "packed-everything",
+        (20, 64, 9, 130),
+        keys=(25, 64, 12, 100),
+        features=Features(True, (50, 0), softcap=3.0, alibi="batch", sinks=True, lse_grad=True),
+        spare=5,
+    ),
+    PackedCase(
+        "packed-padded-heads", (50, 20), (70, 20), Features(), Sizes(1, 1, 1, 3, 3, 24, 40), 3
+    ),
+    PackedCase(
+        "packed-d100", (50, 0, 20), (70, 9, 20), Features(True), Sizes(1, 1, 1, 2, 1, 100, 65), 3
+    ),
+    PackedCase(
+        "packed-tail",
+        (20, 64, 9, 100),
+        keys=(25, 64, 12, 90),
+        features=Features(True, (50, 0), sinks=True, lse_grad=True),
+        spare=3,
+        tail=170,
+    ),
+    PackedCase("packed-short-tail", (70, 0), keys=(40, 3), features=Features(), tail=9),
+    PackedCase("packed-d512", (30, 20), (40, 20), Features(True), Sizes(1, 1, 1, 2, 1, 512)),
+)

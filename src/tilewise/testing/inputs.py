@@ -13,42 +13,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..features import FEATURES
+from ..problem import NO_EXTRAS, Extras
+from .cases import Features, Sizes
+
 Tensor = torch.Tensor
 MARGIN = 512
-
-
-class Sizes(NamedTuple):
-    """The sizes of a call; `headdim_v` 0 is headdim."""
-
-    batch: int = 1
-    seqlen_q: int = 64
-    seqlen_k: int = 64
-    nheads: int = 2
-    nheads_k: int = 2
-    headdim: int = 32
-    headdim_v: int = 0
-
-
-class Features(NamedTuple):
-    """The features of a call besides its sizes; the first eight are arguments of `attention`."""
-
-    causal: bool | str = False
-    window: tuple[int, int] | None = None
-    softcap: float | None = None
-    scale: float | None = None
-    alibi: str = ""  # "heads" (nheads,) or "batch" (batch, nheads)
-    sinks: bool = False
-    seqused_k: tuple[int, ...] | None = None
-    layout: str = "bshd"
-    memory: str = "dense"  # one of MEMORY
-    logits: float = 0.0  # forces scores to + and - this
-    lse_grad: bool = False  # a gradient comes in through lse, too
-    bias: str = ""  # its own dimensions, of "bhqk"; it has others of 1
-    mask: str = ""  # one of `modified.MASKS`
-    blocks: tuple[int, int] | None = None  # the mask comes as a block mask of such blocks
-    score: str = ""  # one of `modified.SCORES`
-    dropout: float = 0.0
-    learned: bool = False  # the score function's captured tensor requires grad
 
 
 class Inputs(NamedTuple):
@@ -59,10 +29,7 @@ class Inputs(NamedTuple):
     v: Tensor
     dout: Tensor
     dlse: Tensor | None
-    alibi_slopes: Tensor | None
-    sinks: Tensor | None
-    seqused_k: Tensor | None
-    bias: Tensor | None = None
+    extras: Extras = NO_EXTRAS
     learned: Tensor | None = None  # (nheads, 33), fp32
 
 
@@ -92,11 +59,16 @@ def make_inputs(
         slopes = torch.rand((batch, nheads), generator=generator)
         if features.alibi == "heads":
             slopes = slopes[0] if batch else torch.ones(nheads)
-    sinks = normal(nheads).to(device, dtype) if features.sinks else None
+    extents = dict(batch=batch, nheads=nheads)
+    flagged: dict[str, Any] = {  # tensors that a feature asks for by name
+        name: normal(*(extents[size] for size in feature.shapes[0])).to(device, dtype)
+        for name, feature in FEATURES.items()
+        if feature.shapes and getattr(features, name, None) is True
+    }
     used = features.seqused_k
     used = None if used is None else torch.tensor(used, dtype=torch.int32, device=device)
     place = MEMORY[features.memory]
-    q, k, v = place(*(x.to(device, dtype) for x in (q, k, v)))
+    q, k, v = place(q.to(device, dtype), k.to(device, dtype), v.to(device, dtype))
     if used is not None:  # no kernel may read past seqused_k
         for x in (k, v):
             x[torch.arange(seqlen_k, device=device) >= used.long().unsqueeze(1)] = math.nan
@@ -107,11 +79,12 @@ def make_inputs(
     slopes = None if slopes is None else slopes.to(device)
     bias = None
     if features.bias:
-        extents = zip("bhqk", (batch, nheads, seqlen_q, seqlen_k))
-        bias = normal(*(n if name in features.bias else 1 for name, n in extents))
+        full = zip("bhqk", (batch, nheads, seqlen_q, seqlen_k))
+        bias = normal(*(n if name in features.bias else 1 for name, n in full))
         bias = guarded(bias.to(device, dtype))
     learned = guarded(normal(nheads, 33).to(device)) if features.learned else None
-    return Inputs(q, k, v, dout, dlse, slopes, sinks, used, bias, learned)
+    extras = Extras(alibi_slopes=slopes, seqused_k=used, bias=bias, **flagged)
+    return Inputs(q, k, v, dout, dlse, extras, learned)
 
 
 def _force_logits(q: Tensor, k: Tensor, features: Features) -> tuple[Tensor, Tensor]:

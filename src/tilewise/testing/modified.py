@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .inputs import Features, Sizes
+from .cases import Features, Sizes
 
 
 def modifiers(
