@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import click
 
@@ -31,6 +33,14 @@ def _sequences(lengths: str) -> tuple[int, ...]:
     from ..explain.lengths import sequences
 
     return sequences(lengths)
+
+
+def table_options(command: Callable) -> Callable:
+    """The options of the table: flags that ask for a tensor, and numbers."""
+    for option, name in reversed(OPTIONS.items()):
+        kind = {"is_flag": True} if FEATURES[name].shapes else {"type": Finite(0), "default": 0.0}
+        command = click.option(f"--{option}", **kind)(command)  # pyright: ignore
+    return command
 
 
 call_options = together(
@@ -62,12 +72,7 @@ feature_options = together(
         type=click.IntRange(0),
         help="Visible keys before a query's own; needs --causal.",
     ),
-    *(
-        click.option(f"--{option}", is_flag=True)
-        if FEATURES[name].shapes
-        else click.option(f"--{option}", type=Finite(0), default=0.0)
-        for option, name in OPTIONS.items()
-    ),
+    table_options,
     click.option(
         "--modifier",
         default="",
@@ -142,7 +147,8 @@ def explain(
     if not explanation.backend:
         raise SystemExit(Exit.FAILED)
     if png:
-        roofline(png, *page.picture_of(explanation))
+        work: Any = explanation.work
+        roofline(png, title_of(explanation), work.roof, page.points_of(explanation))
 
 
 @contextlib.contextmanager
@@ -160,11 +166,10 @@ def in_words():
         raise click.ClickException(f"no room for tensors of this shape: {error}") from error
 
 
-def picture_of(found) -> tuple:
-    """Title, roof and points of its picture."""
+def points_of(found) -> dict[str, float]:
+    """The points of its picture."""
     moved, flops = found.work.moved, found.work.flops
-    points = {"each tensor once": flops / moved.once, "no cache": flops / moved.tiled}
-    return title_of(found), found.work.roof, points
+    return {"each tensor once": flops / moved.once, "no cache": flops / moved.tiled}
 
 
 def machine_of(target: str | None, gpu: str | None):

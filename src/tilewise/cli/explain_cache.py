@@ -12,7 +12,6 @@ from .explain_tables import (
     roof_rows,
     show_answers,
     show_launches,
-    title_of,
     verdict,
 )
 from .options import DTYPES
@@ -103,9 +102,9 @@ def work_rows(found) -> list[tuple[str, str]]:
     ]
 
 
-def picture_of(found) -> tuple:
-    """Title, roof and points of its picture."""
-    return title_of(found), found.work.roof, {"this step": found.work.intensity}
+def points_of(found) -> dict[str, float]:
+    """The points of its picture."""
+    return {"this step": found.work.intensity}
 
 
 def as_record(found) -> dict:

@@ -66,7 +66,8 @@ def show_launches(screen, found, columns: list[list[str]]) -> None:
     """A column a launch, and what the compiler did not do."""
     if found.launches:
         kernels = [one.kernel for one in found.launches]
-        screen.print(table(["launch", *kernels], zip(LAUNCH, *columns)))
+        rows = [(name, *(column[n] for column in columns)) for n, name in enumerate(LAUNCH)]
+        screen.print(table(["launch", *kernels], rows))
         for failed in {x.failed for x in found.launches if x.failed}:
             screen.print(f"the compiler's part is missing: {failed}")
 

@@ -156,9 +156,9 @@ def run(screen, cases: list, backend: str | None, device: str, dtypes: list[str]
     """Every case in every dtype, behind a progress bar."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-    columns = [BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}")]
+    bar, count, name = BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}")
     checks = []
-    with Progress(*columns, console=screen, transient=True) as progress:
+    with Progress(bar, count, name, console=screen, transient=True) as progress:
         task = progress.add_task("", total=len(cases) * len(dtypes))
         for dtype in dtypes:
             for case in cases:
@@ -183,14 +183,9 @@ def check_case(case, backend: str | None, device: str, dtype: str) -> Check:
         return Check(case.name, dtype, ok=False, raised=raised)
     worst = max(records, key=lambda record: nearness(record.verdict))
     verdict = worst.verdict
-    return Check(
-        case.name,
-        dtype,
-        worst.tensor,
-        *verdict[:4],
-        sdpa_error=sdpa_error(case, worst.tensor, device=device, dtype=getattr(torch, dtype)),
-        ok=verdict.ok,
-    )
+    error_of_torch = sdpa_error(case, worst.tensor, device=device, dtype=getattr(torch, dtype))
+    named = verdict._asdict()
+    return Check(case.name, dtype, worst.tensor, sdpa_error=error_of_torch, **named)
 
 
 def nearness(verdict) -> float:
@@ -226,17 +221,17 @@ def sdpa_error(case, tensor: str, device: str, dtype) -> float | None:
         options = {name: getattr(case.features, name) for name in ("causal", "scale", "layout")}
         return attention_reference(q, k, v, **options)
 
-    def tensor_of(function, *leaves_and_dout):
-        *leaves, dout = leaves_and_dout
-        leaves = [x.detach().requires_grad_() for x in leaves]
-        out = function(*leaves)
+    def tensor_of(function, dtype):
+        tensors = inputs.q, inputs.k, inputs.v
+        q, k, v = leaves = [x.detach().to(dtype).requires_grad_() for x in tensors]
+        out = function(q, k, v)
         if tensor == "out":
             return out.detach()
-        return torch.autograd.grad(out, leaves["qkv".index(tensor[1])], dout)[0]
+        leaf = leaves["qkv".index(tensor[1])]
+        return torch.autograd.grad(out, leaf, inputs.dout.to(dtype))[0]
 
-    tensors = (inputs.q, inputs.k, inputs.v, inputs.dout)
-    oracle = tensor_of(exact, *(x.double() for x in tensors))
-    return (tensor_of(attend, *tensors).double() - oracle).abs().max().item()
+    oracle = tensor_of(exact, torch.float64)
+    return (tensor_of(attend, dtype).double() - oracle).abs().max().item()
 
 
 def torch_can(case, tensor: str) -> bool:

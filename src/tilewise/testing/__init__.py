@@ -37,20 +37,14 @@ __all__ = [
     "use_interpreter",
 ]
 
-_HOME = {
-    "SMEM_LIMIT": "tilewise.testing.offline",
-    "TARGETS": "tilewise.testing.offline",
-    "build": "tilewise.testing.offline",
-    "emulate": "gluon_emulator.hopper",
-    "emulator_seed": "tilewise.emulation",
-    "interpret": "gluon_emulator.triton.interpreter",
-    "interpreter_is_on": "tilewise.emulation",
-    "interpreting": "gluon_emulator.triton.interpreter",
-    "repair": "gluon_emulator.triton.repair",
-    "stats": "tilewise.testing.offline",
-    "use_emulator": "tilewise.emulation",
-    "use_interpreter": "tilewise.emulation",
+_MODULES = {
+    "tilewise.testing.offline": ("SMEM_LIMIT", "TARGETS", "build", "stats"),
+    "tilewise.emulation": ("emulator_seed", "interpreter_is_on", "use_emulator", "use_interpreter"),
+    "gluon_emulator.hopper": ("emulate",),
+    "gluon_emulator.triton.interpreter": ("interpret", "interpreting"),
+    "gluon_emulator.triton.repair": ("repair",),
 }
+_HOME = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:

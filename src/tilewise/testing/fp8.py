@@ -57,7 +57,7 @@ def attention(
     q_scale, k_scale, v_scale = (s.repeat_interleave(group, 1)[..., None, None] for s in x.scales)
     unit = q_scale * k_scale * (x.q.shape[3] ** -0.5 if scale is None else scale)
     m_i = q.new_full((*q.shape[:3], 1), -math.inf)
-    l_i, acc_o = torch.zeros_like(m_i), q.new_zeros(*q.shape[:3], v.shape[3])
+    l_i, acc_o = torch.zeros_like(m_i), q.new_zeros((*q.shape[:3], v.shape[3]))
     if sinks is not None:
         m_i = sinks.float()[:, None, None].expand_as(m_i).clone()
         l_i = torch.full_like(m_i, P_SCALE)
@@ -118,15 +118,16 @@ def error_of(case: Case, backend: str | None, device: str, seqlen: int = 320) ->
     q = torch.randn(2, seqlen, 4, 64, generator=generator).to(device)
     k, v = torch.randn(2, 2, seqlen, 2, 64, generator=generator).to(device)
     values = q, k, v + case.mean
-    inputs: tuple[Any, ...]
+    inputs: dict[str, Any]
     if case.is_raw:
-        inputs = meant = tuple(x.to(FP8) for x in values)
+        meant = [x.to(FP8) for x in values]
+        inputs = dict(zip("qkv", meant))
     else:
-        inputs = (quantize(values[0], values[1], values[2]),)
-        meant = dequantize(inputs[0], Lengths())  # rotated and without k's mean: the same out
+        inputs = {"q": quantize(values[0], values[1], values[2])}
+        meant = dequantize(inputs["q"], Lengths())  # rotated and without k's mean: the same out
     q, k, v = (x.double() for x in meant)
     options: dict[str, Any] = dict(causal=case.causal, backend=backend, out_dtype=torch.float32)
-    out = cast(Tensor, attention(*inputs, **options))
+    out = cast(Tensor, attention(**inputs, **options))
     exact = cast(Tensor, attention_reference(q, k, v=v, causal=case.causal))
     off = torch.linalg.vector_norm(out - exact) / torch.linalg.vector_norm(exact)
     return off.item()

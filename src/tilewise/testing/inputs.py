@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -43,15 +43,15 @@ def make_inputs(
     """Inputs of one call. Equal arguments give equal values, on any device and in any layout."""
     generator = torch.Generator().manual_seed(seed)
 
-    def normal(*shape: int) -> Tensor:
+    def normal(shape: Sequence[int]) -> Tensor:
         return torch.randn(shape, generator=generator)
 
     batch, seqlen_q, seqlen_k, nheads, nheads_k, headdim, headdim_v = sizes
-    q = normal(batch, seqlen_q, nheads, headdim)
-    k = normal(batch, seqlen_k, nheads_k, headdim)
-    v = normal(batch, seqlen_k, nheads_k, headdim_v or headdim)
-    dout = normal(batch, seqlen_q, nheads, headdim_v or headdim)
-    dlse = normal(batch, nheads, seqlen_q) if features.lse_grad else None
+    q = normal((batch, seqlen_q, nheads, headdim))
+    k = normal((batch, seqlen_k, nheads_k, headdim))
+    v = normal((batch, seqlen_k, nheads_k, headdim_v or headdim))
+    dout = normal((batch, seqlen_q, nheads, headdim_v or headdim))
+    dlse = normal((batch, nheads, seqlen_q)) if features.lse_grad else None
     if features.logits:
         q, k = _force_logits(q, k, features=features)
     slopes = None
@@ -61,7 +61,7 @@ def make_inputs(
             slopes = slopes[0] if batch else torch.ones(nheads)
     extents = dict(batch=batch, nheads=nheads)
     flagged: dict[str, Any] = {  # tensors that a feature asks for by name
-        name: normal(*(extents[size] for size in feature.shapes[0])).to(device, dtype)
+        name: normal([extents[size] for size in feature.shapes[0]]).to(device, dtype)
         for name, feature in FEATURES.items()
         if feature.shapes and getattr(features, name, None) is True
     }
@@ -80,9 +80,9 @@ def make_inputs(
     bias = None
     if features.bias:
         full = zip("bhqk", (batch, nheads, seqlen_q, seqlen_k))
-        bias = normal(*(n if name in features.bias else 1 for name, n in full))
+        bias = normal([n if name in features.bias else 1 for name, n in full])
         bias = guarded(bias.to(device, dtype))
-    learned = guarded(normal(nheads, 33).to(device)) if features.learned else None
+    learned = guarded(normal((nheads, 33)).to(device)) if features.learned else None
     extras = Extras(alibi_slopes=slopes, seqused_k=used, bias=bias, **flagged)
     return Inputs(q, k, v, dout, dlse, extras, learned)
 

@@ -30,8 +30,15 @@ def modifiers(
         mask = MASKS[features.mask](sizes, device)
         arguments["mask_mod"] = mask
         if features.blocks:
-            shape = sizes.batch, sizes.nheads, sizes.seqlen_q, sizes.seqlen_k
-            blocks = create_block_mask(mask, *shape, device=device, block=features.blocks)
+            blocks = create_block_mask(
+                mask,
+                sizes.batch,
+                sizes.nheads,
+                sizes.seqlen_q,
+                sizes.seqlen_k,
+                device=device,
+                block=features.blocks,
+            )
             arguments = {**arguments, "mask_mod": None, "block_mask": blocks}
     if features.dropout:
         arguments["dropout_p"] = features.dropout

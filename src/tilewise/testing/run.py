@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,7 +17,7 @@ from ..emulation import use_emulator, use_interpreter
 from ..features import FEATURES, OPTIONS
 from ..problem import INPUTS, Grads
 from ..reference import attention_reference
-from .cases import Case, Features, PackedCase, Sizes
+from .cases import Case, PackedCase
 from .inputs import Inputs, make_inputs, poisoned
 from .modified import modifiers
 from .packed import join, pack, share
@@ -26,16 +26,6 @@ from .tolerance import Verdict, judge
 Tensor = torch.Tensor
 NUMBERS = [option for option, name in OPTIONS.items() if not FEATURES[name].shapes]
 LEARNED = [name[1:] for name in Grads._fields[INPUTS:]]  # optional tensors with a gradient
-
-
-class CallSpec(Protocol):
-    """What says which call is made."""
-
-    @property
-    def sizes(self) -> Sizes: ...
-
-    @property
-    def features(self) -> Features: ...
 
 
 class Record(NamedTuple):
@@ -179,14 +169,14 @@ def _rowsum(x: Tensor, case: Case) -> Tensor:
     return _as_rows(x, case).sum(-1)
 
 
-def run(attend, case: CallSpec, inputs: Inputs, **how) -> dict[str, Tensor]:
+def run(attend, case: Case | PackedCase, inputs: Inputs, **how) -> dict[str, Tensor]:
     """out and lse, and the gradients of q, k, v, sinks, bias and what is learned."""
     leaves, out, lse = _attend(attend, case, inputs=inputs, **how)
     return _results(leaves, out, lse=lse, dout=inputs.dout, dlse=inputs.dlse)
 
 
 def _attend(
-    attend, case: CallSpec, inputs: Inputs, **how
+    attend, case: Case | PackedCase, inputs: Inputs, **how
 ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     """The tensors that require grad, by name, and out and lse."""
     extras = inputs.extras

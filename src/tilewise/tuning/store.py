@@ -127,7 +127,8 @@ def _row(row: Any) -> tuple[Key, Config] | None:
         return None
     if not _are(row["config"], (int, int, int, int, bool), least=4):
         return None
-    key, config = Key(*row["key"]), Config(*row["config"])
+    key = Key(**dict(zip(Key._fields, row["key"])))
+    config = Config(**dict(zip(Config._fields, row["config"])))
     return (key, config) if _is_known(key) and _can_launch(key, config) else None
 
 

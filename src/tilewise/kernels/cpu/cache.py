@@ -91,8 +91,11 @@ def forward(cached: Cached, out: Tensor, lse: Tensor) -> None:
     if cached.k.shape[0] == 0:
         lengths = [0] * batch
     memory = Memory()
-    of_rows = (queries_of(x, cu_seqlens_q) for x in (q, out, lse_by_query(lse)))
-    for row, (length, queries, outs, lses) in enumerate(zip(lengths, *of_rows)):
+    all_queries, all_outs, all_lses = (
+        queries_of(x, cu_seqlens_q) for x in (q, out, lse_by_query(lse))
+    )
+    of_rows = zip(lengths, all_queries, all_outs, all_lses)
+    for row, (length, queries, outs, lses) in enumerate(of_rows):
         if queries.shape[0]:
             sequence = _sequence(cached, row, length, queries.shape[0], lse.dtype)
             for tile in _tiles(sequence, queries, dtype=lse.dtype):
@@ -162,7 +165,7 @@ def _attend(sequence: CachedSequence, tile: TokenTile, memory: Memory) -> SplitS
     """The state of a tile after all keys."""
     states = [_chunk(sequence, tile, chunk, memory) for chunk in _chunks(sequence, tile)]
     if not states:
-        return empty_state(tile.q.new_zeros(*tile.q.shape[:2], sequence.cached.v.shape[3]))
+        return empty_state(tile.q.new_zeros((*tile.q.shape[:2], sequence.cached.v.shape[3])))
     return _fold(SplitState._make(map(torch.cat, zip(*states))))
 
 
@@ -213,7 +216,7 @@ def _chunk(sequence: CachedSequence, tile: TokenTile, chunk: Chunk, memory: Memo
         s.mul_(scale)
     rows = sequence.v.load(chunk.first, chunk.last, memory)
     acc_o = weighted_sums(s.view(-1, chunk.n), rows.matrix, columns=_columns(rows, shape))
-    return SplitState(acc_o.view(*shape[:3], -1), m_i, l_i=l_i)
+    return SplitState(acc_o.view((*shape[:3], -1)), m_i, l_i=l_i)
 
 
 def _scores(
@@ -225,7 +228,7 @@ def _scores(
     cut = spans * n // few, nheads_k, nrows, few
     q = tile.q.expand(cut[0], -1, -1, -1).reshape(-1, tile.q.shape[2])
     s = dots(q, rows.matrix, columns=_columns(rows, cut), scale=scale)
-    return s.view(spans, n // few, *cut[1:]).permute(0, 2, 3, 1, 4).reshape(shape)
+    return s.view((spans, n // few, *cut[1:])).permute(0, 2, 3, 1, 4).reshape(shape)
 
 
 def _columns(rows: Rows, shape: tuple[int, ...]) -> Tensor:

@@ -31,7 +31,7 @@ class TileIndices(NamedTuple):
     def view(self, s: Tensor) -> Tensor:
         """A tile as (batch, nheads_k, group, rows, keys)."""
         rows, keys = self.q_idx.shape[0], self.k_idx.shape[0]
-        return s.view(self.b.shape[0], *self.h.shape[:2], rows, keys)
+        return s.view((self.b.shape[0], *self.h.shape[:2], rows, keys))
 
     def evaluate(self, expr: Node, tensors: tuple[Tensor, ...], score: Tensor | None = None):
         """The value of a tree for each element of the tile."""

@@ -173,7 +173,7 @@ def quantize(
 
 def prepare_quantize(steps: Steps) -> Callable[..., Quantized]:
     """`quantize` (q, k, v, scales, of, rotary) of these steps."""
-    return lambda q, k, v, *inputs: quantize(q, k, v, steps, *inputs)
+    return lambda q, k, v, scales, of, rotary: quantize(q, k, v, steps, scales, of, rotary)
 
 
 def prepare_transposed() -> Callable[..., Tensor]:
@@ -207,7 +207,7 @@ def mean(x: Tensor, rows: Rows) -> Tensor:
     if rows.sequence is None:
         total = x.sum(1, dtype=torch.float64)
     else:
-        total = x.new_zeros(rows.count, *x.shape[2:], dtype=torch.float64)
+        total = x.new_zeros((rows.count, *x.shape[2:]), dtype=torch.float64)
         if rows.count:
             total = total.index_add(0, rows.sequence, x[0].double())
     return (total / rows.used.clamp(min=1)).float()
@@ -282,7 +282,7 @@ def drift_of(v: Tensor, rows: Rows, starts: Tensor | None) -> Tensor:
     """
     if not rows.count or not v.shape[1]:
         return v.new_zeros((), dtype=torch.float32)
-    none = v.new_zeros(rows.count, *v.shape[2:], dtype=torch.float64)
+    none = v.new_zeros((rows.count, *v.shape[2:]), dtype=torch.float64)
     blocks, x = _blocks_of(rows, v.shape[1], starts=starts), v.double()
     sums = _sums_of(x, blocks)
     squares = none.index_add(0, blocks.sequence, _sums_of(x.square(), blocks))
@@ -308,7 +308,7 @@ class _Blocks(NamedTuple):
 
 def _sums_of(x: Tensor, blocks: _Blocks) -> Tensor:
     """(batch, seqlen, heads, headdim) over the keys of each block."""
-    sums = x.new_zeros(blocks.keys.shape[0], *x.shape[2:])
+    sums = x.new_zeros((blocks.keys.shape[0], *x.shape[2:]))
     return sums.index_add(0, blocks.of_row.flatten(), x.flatten(0, 1))
 
 
@@ -334,7 +334,7 @@ def of_each(x: Tensor, rows: Rows) -> Tensor:
     if rows.sequence is None:
         return x.unsqueeze(1)
     if not rows.count:  # rows of no sequence
-        return x.new_zeros(1, 1, *x.shape[1:])
+        return x.new_zeros((1, 1, *x.shape[1:]))
     return x[rows.sequence].unsqueeze(0)
 
 
@@ -371,7 +371,7 @@ def transposed_values(v: Tensor, seqused_k: Tensor | None, cu_seqlens_k: Tensor 
         total = packed_columns(v.shape[1], rows.count)
     bits = used_rows(v.view(torch.int8), rows)
     column = columns(rows, cu_seqlens_k)
-    v_t = bits.new_zeros(v.shape[0], total, *v.shape[2:]).index_copy(1, column, bits)
+    v_t = bits.new_zeros((v.shape[0], total, *v.shape[2:])).index_copy(1, column, bits)
     return v_t.permute(0, 2, 3, 1).contiguous().view(v.dtype)
 
 
@@ -380,7 +380,7 @@ def natural_values(v_t: Tensor, seqlen_k: int, cu_seqlens_k: Tensor | None) -> T
     like = v_t.new_empty(v_t.shape[0], seqlen_k)
     rows = rows_of(like, cu_seqlens_k, used=None)
     if not rows.count:
-        return v_t.new_zeros(v_t.shape[0], seqlen_k, *v_t.shape[1:3])
+        return v_t.new_zeros((v_t.shape[0], seqlen_k, *v_t.shape[1:3]))
     column = columns(rows, cu_seqlens_k)
     bits = v_t.view(torch.int8).index_select(3, column)
     return bits.permute(0, 3, 1, 2).contiguous().view(v_t.dtype)
