@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 FLOATS = torch.float16, torch.bfloat16, torch.float32, torch.float64
-INT32 = (torch.int32,)
+INT32, FP32 = (torch.int32,), (torch.float32,)
+SLOPES = ("nheads",), ("batch", "nheads")
 IN_BF16 = "leave q, k and v in bfloat16"
 PAGES = "leave q in bfloat16, which supports 8-bit pages"
 DOCUMENTS = "documents belong in the layout: layout.packed(cu_seqlens), or td.documents(cu_seqlens)"
@@ -47,13 +48,7 @@ class Feature(NamedTuple):
 
 FEATURES = {
     "softcap": Feature("softcap", "has_softcap", depends_on_shift=True, option="softcap"),
-    "alibi_slopes": Feature(
-        "ALiBi",
-        "has_alibi",
-        shapes=(("nheads",), ("batch", "nheads")),
-        dtypes=(torch.float32,),
-        option="alibi",
-    ),
+    "alibi_slopes": Feature("ALiBi", "has_alibi", shapes=SLOPES, dtypes=FP32, option="alibi"),
     "sinks": Feature(
         "sinks",
         "has_sinks",

@@ -123,7 +123,7 @@ def test_the_roof_says_which_side(monkeypatch):
     roof = Roof(100.0, 2.0, "made up")
     assert roof.ridge == 50.0 and roof.milliseconds(1e12, 1e9) == 10.0
     assert roof.milliseconds(1e9, 2e12) == 1000.0
-    monkeypatch.setattr(explain_module, "_cpu_roof", lambda dtype: roof)
+    monkeypatch.setattr(explain_module, "cpu_roof", lambda dtype: roof)
     decode = explained(square("fwd", 1, 128, False, tokens=1), "cpu")
     assert decode.work.intensity < 2 and decode.work.side == "memory"
     long = explained(square("fwd", 4096, 128, False, tokens=4096, hidden=128), "cpu")

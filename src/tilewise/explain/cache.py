@@ -13,8 +13,9 @@ import torch
 from .. import dispatch
 from ..frontend.cached import check_cached
 from ..frontend.scalars import Numbers
-from ..kernels.common.cached import Cached, lse_shape
+from ..kernels.common.cached import Cached
 from ..kernels.common.decode_step import program_of
+from ..ops.kv_cache import empty_outputs
 from ..problem import Extras
 from ..tile.paging import capacity
 from ..tile.split_kv import pieces
@@ -75,7 +76,7 @@ def why_in_pieces(backend: str, cached: Cached) -> str:
         return "split_size is asked for" if cached.split_size else "this backend always does"
     from ..kernels.hopper.fwd.cached import why_in_pieces
 
-    return why_in_pieces(cached, outputs_of(cached)[0]) or ""
+    return why_in_pieces(cached, empty_outputs(cached)[0]) or ""
 
 
 def planned_by(
@@ -95,17 +96,11 @@ def planned_by(
     return [], pieces_of(of, cached)
 
 
-def outputs_of(cached: Cached) -> tuple[torch.Tensor, torch.Tensor]:
-    """`out` and `lse`, unwritten."""
-    q = cached.q
-    return q.new_empty((*q.shape[:-1], cached.v.shape[3])), torch.empty(lse_shape(q))
-
-
 def portable_launches(cached: Cached, sms: int | None = None) -> list:
     """The launches of the portable backend, on a GPU of so many SMs."""
     from ..kernels.portable.decode_launch import launches_of
 
-    out, lse = outputs_of(cached)
+    out, lse = empty_outputs(cached)
     return program_of(cached, out, lse, functools.partial(launches_of, sms=sms)).launches
 
 
@@ -113,7 +108,7 @@ def chunk_launches(cached: Cached, target: str) -> list[Launch]:
     """Hopper's launch of a chunk, that of the training forward, and the fold of its parts."""
     from ..kernels.hopper.fwd.cached import launches_of
 
-    out, lse = outputs_of(cached)
+    out, lse = empty_outputs(cached)
     launch, *folds = program_of(cached, out, lse, launches_of).launches
     return [hopper_launch(launch), *(shown(x, target)._replace(stages=1) for x in folds)]
 
@@ -124,7 +119,7 @@ def hopper_plan(of: Decode, cached: Cached, card: Card) -> tuple[list[Launch], P
     """
     from ..kernels.hopper.decode.launch import launches_of
 
-    out, lse = outputs_of(cached)
+    out, lse = empty_outputs(cached)
     launches = functools.partial(launches_of, most=card.sms)
     (launch,) = program_of(cached, out, lse, launches).launches
     tile, sizes = launch.constants["TILE"], launch.args["sizes"]

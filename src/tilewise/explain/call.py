@@ -104,18 +104,10 @@ def call_of(shape: Shape, deterministic: bool = False) -> Call:
         captured=modified.captured,
         **tensors,
     )
-    problem = describe(
-        q,
-        k,
-        v,
-        extras,
-        scalars,
-        "bottom_right",
-        deterministic,
-        mods=modified.mods,
-        has_bias_grad=shape.modifier == "learned-bias",
-        is_long=bool(shape.lengths) and packing["max_seqlen_q"] > LONG_SEQLEN,
-    )
+    flags: dict[str, Any] = dict(mods=modified.mods, deterministic=deterministic)
+    flags["has_bias_grad"] = shape.modifier == "learned-bias"
+    flags["is_long"] = bool(shape.lengths) and packing["max_seqlen_q"] > LONG_SEQLEN
+    problem = describe(q, k, v, extras=extras, scalars=scalars, align="bottom_right", **flags)
     return Call(problem, q, k, v, extras, scalars)
 
 

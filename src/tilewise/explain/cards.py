@@ -6,6 +6,7 @@ cores. `measured` is what a large matmul and a plain read reached here, where th
 
 from __future__ import annotations
 
+import functools
 import time
 from typing import NamedTuple
 
@@ -97,6 +98,7 @@ def card_named(device: str) -> Card | None:
     return CARDS[max(cards, key=len)] if cards else None
 
 
+@functools.cache
 def cpu_roof(dtype: torch.dtype, size: int = 1024, nbytes: int = 64 << 20) -> Roof:
     """The roof of this CPU, measured in a fraction of a second: the best of three of a matmul and a
     copy.

@@ -6,8 +6,6 @@ tiles it gives there, and the compiler says what they need.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
 from .. import dispatch
@@ -18,9 +16,9 @@ from ..ops.flops import visible_pairs
 from ..problem import OPEN
 from .answers import CPU, Answer, Explanation, Work, answers_of, chosen_of, compiled, standing_in
 from .call import Call, call_of
-from .cards import Card, Roof, cpu_roof
+from .cards import Card, cpu_roof
 from .launches import Launch, launches_of
-from .shapes import Shape
+from .shapes import RELATIVE, Shape
 from .traffic import PASSES, moved, visited_tiles
 
 MATMULS = {  # S again in the backward; the portable one has S and dP twice
@@ -32,7 +30,6 @@ FEW_QUERIES = (
     "forward: few queries and many keys, so the portable split-KV kernels"
     " of attention with a KV cache; `tilewise explain --cache` shows them"
 )
-RELATIVE = {"fwd": 1.0, "bwd": 2.5, "fwd+bwd": 3.5}
 
 
 def explain(
@@ -101,7 +98,7 @@ def work_of(shape: Shape, backend: str, used: list[Launch], card: Card | None) -
     if used and not shape.modifier and not shape.lengths:
         done = _flops_of_tiles(shape, backend, used)
     first, last = _blocks_of(used) if used else ((tiles.BLOCK_M, tiles.BLOCK_N),) * 2
-    roof = card.roof(dtype.itemsize * 8) if card is not None else _cpu_roof(dtype)
+    roof = card.roof(dtype.itemsize * 8) if card is not None else cpu_roof(dtype)
     pack = used[0].pack if used else 1
     pairs = _pairs(shape) * shape.nheads
     flops = RELATIVE[shape.direction] * 2 * pairs * (shape.headdim + shape.headdim_v)
@@ -121,11 +118,6 @@ def _pairs(shape: Shape) -> float:
 def _blocks_of(launches: list[Launch]) -> list[tuple[int, int]]:
     """The tiles of the first and of the last kernel."""
     return [(one.block_m, one.block_n) for one in (launches[0], launches[-1])]
-
-
-@functools.cache
-def _cpu_roof(dtype: torch.dtype) -> Roof:
-    return cpu_roof(dtype)
 
 
 def _flops_of_tiles(shape: Shape, backend: str, launches: list[Launch]) -> float:

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from ..problem import Extras
 from .call import Call
 from .cards import Card
 from .occupancy import Occupancy, occupancy
@@ -68,22 +69,6 @@ class Built(NamedTuple):
         return {**self._asdict(), "occupancy": fits._asdict() if fits else None}
 
 
-def launch_of(
-    kernel: str, tile: Any, *, stages: int, tiles: int, build: Callable[[], Any]
-) -> Launch:
-    """A launch with the sides of a tile, one program for each tile."""
-    return Launch(
-        kernel=kernel,
-        block_m=tile.BLOCK_M,
-        block_n=tile.BLOCK_N,
-        columns=tile.BLOCK_D + tile.BLOCK_DV,
-        stages=stages,
-        tiles=tiles,
-        is_persistent=False,
-        build=build,
-    )
-
-
 def launches_of(call: Call, backend: str, target: str, passes: tuple[str, ...]) -> list[Launch]:
     """The launches of these passes; none for a backend without kernels."""
     launches: list[Launch] = []
@@ -116,23 +101,29 @@ def at_once(launch: Launch, card: Card | None) -> int:
     return 1 if card is None else card.sms * per_sm
 
 
+def operands_for(call: Call, direction: str) -> dict[str, Any]:
+    """The operands of a pass, by name."""
+    from ..kernels.common.operand import operands_of
+    from ..kernels.common.outputs import empty_out
+    from ..kernels.common.results import BACKWARD
+
+    inputs = call.q, call.k, call.v
+    if direction == "fwd":
+        return operands_of(("q", "k", "v", *Extras._fields), (*inputs, *call.extras.tensors))
+    out, lse = empty_out(call.problem, call.q)
+    return operands_of(BACKWARD, (out, None, *inputs, out, lse, *call.extras.tensors))
+
+
 def portable_launches(call: Call, target: str, direction: str) -> list:
     """The portable backend's launches of a pass on such a GPU, that of the backward without those
     before and after its matmuls.
     """
-    from ..kernels.common.operand import operands_of
-    from ..kernels.common.outputs import empty_out
-    from ..kernels.common.results import BACKWARD
     from ..kernels.portable import launch
 
-    problem, q, k, v, extras, scalars = call
+    operands = operands_for(call, direction)
     if direction == "fwd":
-        operands = operands_of(launch.FORWARD, (q, k, v, *extras.tensors))
-        return launch.forward_program(problem, scalars, target, **operands).launches
-    out, lse = empty_out(problem, q)
-    tensors = out, None, q, k, v, out, lse, *extras.tensors
-    operands = operands_of(BACKWARD, tensors)
-    program = launch.backward_program(problem, scalars, target, **operands)
+        return launch.forward_program(call.problem, call.scalars, target, **operands).launches
+    program = launch.backward_program(call.problem, call.scalars, target, **operands)
     names = "attn_bwd_dkdv_kernel", "attn_bwd_dq_kernel"
     return [x for x in program.launches if x.kernel.__name__ in names]
 
@@ -147,42 +138,40 @@ def build_launch(launch: Any, target: str) -> Any:
 
 
 def shown(launch: Any, target: str) -> Launch:
-    """A launch with one program for each tile."""
-    build, name = functools.partial(build_launch, launch, target), launch.kernel.__name__
-    tile, stages = launch.constants["TILE"], launch.options.get("num_stages", 1)
-    return launch_of(name, tile, stages=stages, tiles=launch.programs, build=build)
+    """A launch with the sides of its tile, one program for each tile."""
+    tile = launch.constants["TILE"]
+    return Launch(
+        kernel=launch.kernel.__name__,
+        block_m=tile.BLOCK_M,
+        block_n=tile.BLOCK_N,
+        columns=tile.BLOCK_D + tile.BLOCK_DV,
+        stages=launch.options.get("num_stages", 1),
+        tiles=launch.programs,
+        is_persistent=False,
+        build=functools.partial(build_launch, launch, target),
+    )
 
 
 def _hopper_forward(call: Call) -> Launch:
-    from ..kernels.common.operand import operands_of
-    from ..kernels.hopper.fwd import launch
+    from ..kernels.hopper.fwd.launch import forward_program
 
-    problem, q, k, v, extras, scalars = call
-    operands = operands_of(launch.FORWARD, (q, k, v, *extras.tensors))
-    program = launch.forward_program(problem, scalars, **operands)
+    program = forward_program(call.problem, call.scalars, **operands_for(call, "fwd"))
     return hopper_launch(program.launches[-1])
 
 
 def hopper_launch(launch: Any) -> Launch:
-    """A forward of Hopper's, whose programs take tile after tile."""
-    tile, tiles = launch.constants["TILE"], launch.args["queue"].tiles
-    build, name = functools.partial(build_launch, launch, "sm90"), launch.kernel.__name__
-    shown = launch_of(name, tile, stages=tile.STAGES, tiles=tiles, build=build)
-    return shown._replace(is_persistent=True, pack=tile.PACK)
+    """One of Hopper's, whose programs take tile after tile; stages of a backward are for blocks of
+    queries.
+    """
+    one, tile = shown(launch, "sm90"), launch.constants["TILE"]
+    is_forward, tiles = hasattr(tile, "PACK"), launch.args["queue"].tiles
+    stages, pack = (tile.STAGES, tile.PACK) if is_forward else (2, 1)
+    return one._replace(stages=stages, tiles=tiles, pack=pack, is_persistent=True)
 
 
 def _hopper_backward(call: Call) -> Launch:
-    from ..kernels.common.operand import operands_of
-    from ..kernels.common.outputs import empty_out
-    from ..kernels.common.results import BACKWARD
     from ..kernels.hopper.bwd.launch import backward_program
 
-    problem, q, k, v, extras, scalars = call
-    out, lse = empty_out(problem, q)
-    operands = operands_of(BACKWARD, (out, None, q, k, v, out, lse, *extras.tensors))
-    program = backward_program(problem, scalars, **operands)
+    program = backward_program(call.problem, call.scalars, **operands_for(call, "bwd"))
     (launch,) = (x for x in program.launches if x.kernel.__name__ == "hopper_bwd_kernel")
-    tile, tiles = launch.constants["TILE"], launch.args["queue"].tiles
-    building = functools.partial(build_launch, launch, "sm90")
-    shown = launch_of("hopper_bwd_kernel", tile, stages=2, tiles=tiles, build=building)
-    return shown._replace(is_persistent=True)  # its stages are for blocks of queries
+    return hopper_launch(launch)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from . import modifiers
 from .lengths import sequences
 
+RELATIVE = {"fwd": 1.0, "bwd": 2.5, "fwd+bwd": 3.5}  # FLOPs of passes
 FP8 = "float8_e4m3fn"  # a dtype of q, k and v alike, with a forward alone
 
 
@@ -60,7 +61,7 @@ class Shape(NamedTuple):
         none.
         """
         forward = 2 * self.nheads * self.pairs * (self.headdim + self.headdim_v)
-        return forward * {"fwd": 1.0, "bwd": 2.5, "fwd+bwd": 3.5}[self.direction]
+        return forward * RELATIVE[self.direction]
 
     @property
     def sequences(self) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -135,16 +135,14 @@ def decode(
     seqlen_k: int,
     heads: tuple[int, int, int],
     *,
-    lengths: str = "",
     queries: int = 1,
-    page_size: int = 0,
+    lengths: str = "",
     dtype: str = "bfloat16",
-    cache: str = "",
-    chunk: int = -1,
-    split_size: int = 0,
-    appends: bool = False,
+    **options: Any,
 ) -> Decode:
-    """One step; `heads` are nheads, nheads_k, headdim. `lengths` replace batch and seqlen_k."""
+    """One step; `heads` are nheads, nheads_k, headdim. `lengths` replace batch and seqlen_k;
+    `options` are the other fields of `Decode`.
+    """
     if lengths:
         counts = sequences(lengths)
         batch, seqlen_k = len(counts), max(counts)
@@ -160,20 +158,16 @@ def decode(
         headdim_v=headdim,
         causal=True,
         dtype=dtype,
-        page_size=page_size,
         lengths=lengths,
-        cache=cache,
-        chunk=chunk,
-        split_size=split_size,
-        appends=appends,
+        **options,
     )
-    if cache and cache not in KINDS:
-        raise ValueError(f"cache {cache!r} is none of {', '.join(KINDS)}")
+    if step.cache and step.cache not in KINDS:
+        raise ValueError(f"cache {step.cache!r} is none of {', '.join(KINDS)}")
     for count, keys in zip(step.queries, step.sequences):
         if count > keys:
             raise ValueError(f"{count} queries are more than a sequence of {keys}")
     if not sum(step.queries):
         raise ValueError("no sequence has a query")
-    if appends and (cache or chunk >= 0):
+    if step.appends and (step.cache or step.chunk >= 0):
         raise ValueError("a step that appends has a cache of its queries' dtype and no chunk")
     return step

@@ -22,10 +22,6 @@ class Moved(NamedTuple):
     once: float
     tiled: float
 
-    def plus(self, other: Moved) -> Moved:
-        """Both passes."""
-        return Moved(self.once + other.once, self.tiled + other.tiled)
-
 
 class Sizes(NamedTuple):
     """Bytes of the tensors of a shape, over the whole batch."""
@@ -61,13 +57,13 @@ def moved(
     """Bytes of tilewise with tiles of so many queries and keys, of every kernel of its passes. The
     backward has the same tile unless another is given; `pack` query heads share one forward.
     """
-    total = Moved(0.0, 0.0)
-    for direction in PASSES[shape.direction]:
-        if direction == "fwd":
-            total = total.plus(_forward(shape, blocks, pack))
-        else:
-            total = total.plus(_backward(shape, backward_blocks or blocks, backend))
-    return total
+    passes = [
+        _forward(shape, blocks, pack)
+        if direction == "fwd"
+        else _backward(shape, backward_blocks or blocks, backend)
+        for direction in PASSES[shape.direction]
+    ]
+    return Moved(sum((x.once for x in passes), 0.0), sum((x.tiled for x in passes), 0.0))
 
 
 def _forward(shape: Shape, blocks: tuple[int, int], pack: int) -> Moved:

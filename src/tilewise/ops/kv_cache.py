@@ -104,7 +104,7 @@ def _cached(args: tuple) -> Cached:
 
 def _run(cached: Cached, out: Tensor | None) -> tuple[Tensor, Tensor]:
     refuse_shards()
-    fresh, lse = _empty(cached, out)
+    fresh, lse = empty_outputs(cached, out)
     if cached.q.is_meta:
         return fresh, lse
     cached = cached._replace(has_out=out is not None)
@@ -137,7 +137,7 @@ class Repeated:
 
     def __call__(self, cached: Cached, out: Tensor | None) -> tuple[Tensor, Tensor]:
         """`out` and `lse` of a call that `of_tensors` has made."""
-        fresh, lse = _empty(cached, out)
+        fresh, lse = empty_outputs(cached, out)
         if out is not None:
             check_written("out", out)
             check_apart(("out", *TENSORS), (out, *cached.tensors), written=1)
@@ -145,7 +145,8 @@ class Repeated:
         return fresh, lse
 
 
-def _empty(cached: Cached, out: Tensor | None) -> tuple[Tensor, Tensor]:
+def empty_outputs(cached: Cached, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """`out`, unless it is given, and `lse`, unwritten."""
     q = cached.q
     if out is None:
         out = q.new_empty((*q.shape[:-1], cached.v.shape[3]))
@@ -157,12 +158,12 @@ operator(
     "flash_attn_cache",
     f"({READ}) -> (Tensor, Tensor)",
     kernel=lambda args: _run(_cached(args), None),
-    fake=lambda args: _empty(_cached(args), None),
+    fake=lambda args: empty_outputs(_cached(args)),
     backward=refusing("attention with a cache has no gradient"),
 )
 operator(
     "flash_attn_cache_out",
     f"({READ}, *, Tensor(a!) out) -> Tensor",
     kernel=lambda args, out: _run(_cached(args), out)[1],
-    fake=lambda args, out: _empty(_cached(args), out)[1],
+    fake=lambda args, out: empty_outputs(_cached(args), out)[1],
 )

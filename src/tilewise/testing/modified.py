@@ -30,15 +30,9 @@ def modifiers(
         mask = MASKS[features.mask](sizes, device)
         arguments["mask_mod"] = mask
         if features.blocks:
-            blocks = create_block_mask(
-                mask,
-                sizes.batch,
-                sizes.nheads,
-                sizes.seqlen_q,
-                sizes.seqlen_k,
-                device=device,
-                block=features.blocks,
-            )
+            batch, seqlen_q, seqlen_k, nheads, *_ = sizes
+            how: dict[str, Any] = dict(device=device, block=features.blocks)
+            blocks = create_block_mask(mask, batch, nheads, seqlen_q, seqlen_k, **how)
             arguments = {**arguments, "mask_mod": None, "block_mask": blocks}
     if features.dropout:
         arguments["dropout_p"] = features.dropout
