@@ -73,7 +73,7 @@ class Case(NamedTuple):
 
     @property
     def seed(self) -> int:
-        """That of its tensors."""
+        """The seed of its tensors."""
         return zlib.crc32(self.name.encode())
 
     @property
@@ -102,7 +102,7 @@ class PackedCase(NamedTuple):
 
     @property
     def seed(self) -> int:
-        """That of its tensors."""
+        """The seed of its tensors."""
         return zlib.crc32(self.name.encode())
 
     @property
