@@ -111,7 +111,7 @@ def test_vmap_of_some_in_any_dimension(in_dims):
 def test_vmap_of_functions_that_tell_rows_or_heads_apart(index, via, monkeypatch):
     """A mapped call counts its batch from 0, as a call by itself does."""
     if via == "operator":
-        monkeypatch.setattr(ops, "needs_dispatcher", lambda *_: True)
+        monkeypatch.setattr(ops, "needs_dispatcher", lambda *_, **named: True)
         monkeypatch.setattr(ops, "_is_transformed", lambda: False)
     tensors = qkv(SIZE)
 

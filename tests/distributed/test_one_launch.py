@@ -222,7 +222,7 @@ def test_blocks_that_lie_in_two_entries(rank, window, waits):
 @pytest.mark.parametrize("mixed", sample([1, 3]))
 def test_the_bits_where_few_heads_are_interleaved(mixed, monkeypatch):
     """As those of long sequences are."""
-    monkeypatch.setattr(runs_launch, "heads_per_l2_group", lambda *_: mixed)
+    monkeypatch.setattr(runs_launch, "heads_per_l2_group", lambda *_, **named: mixed)
     case = Whole(**CAUSAL, heads=(8, 4))
     with use_emulator():
         out, lse = case.one()

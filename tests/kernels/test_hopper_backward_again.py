@@ -85,7 +85,7 @@ def test_what_is_launched_between_the_kernels_of_a_backward(log):
 
 def test_backwards_of_one_call_that_look_different(log, monkeypatch):
     """A gradient of other strides, or with one of lse, is another launch's."""
-    monkeypatch.setattr(ops.dispatch, "choose_for", lambda *_: bwd_launch)
+    monkeypatch.setattr(ops.dispatch, "choose_for", lambda *_, **named: bwd_launch)
     monkeypatch.setattr(ops, "cpu_modes", lambda: ops.layout_key(seen))
     call = call_of("plain")
     q = call[2][0]
@@ -111,7 +111,7 @@ def test_backwards_of_one_call_that_look_different(log, monkeypatch):
 
 
 def test_backwards_of_one_call_are_bounded(log, monkeypatch):
-    monkeypatch.setattr(ops.dispatch, "choose_for", lambda *_: bwd_launch)
+    monkeypatch.setattr(ops.dispatch, "choose_for", lambda *_, **named: bwd_launch)
     call = call_of("plain")
     known = Call(*call[:2])
     for look in range(20):
