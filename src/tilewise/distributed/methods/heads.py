@@ -103,7 +103,8 @@ class _Heads(torch.autograd.Function):
     def backward(ctx: Any, dout, dlse):  # pyright: ignore[reportIncompatibleMethodOverride]
         spec = ctx.spec
         with reporting(spec.layout):
-            results = [x.new_empty(shape) for x, shape in zip(ctx.saved_tensors, ctx.shapes)]
+            kept = ctx.saved_tensors  # once: a checkpoint computes them
+            results = [x.new_empty(shape) for x, shape in zip(kept, ctx.shapes)]
             dout, dlse = resolved((dout, dlse))
             if dout is None:
                 dq, _, dv = results
@@ -112,7 +113,7 @@ class _Heads(torch.autograd.Function):
                 ctx.arena,
                 spec,
                 exchanged=[dout, dlse],
-                kept=ctx.saved_tensors,
+                kept=kept,
                 results=results,
                 groups=ctx.groups,
             )

@@ -72,7 +72,7 @@ def serves(arena: Arena, spec: ShardCall, q: Tensor, k: Tensor, v: Tensor) -> bo
         return False
     from ...kernels.hopper.fwd import runs_launch
 
-    return runs_launch.serves(_problem(spec, q, k=k, v=v)[0])
+    return runs_launch.serves(spec.on_rows(q, k, v=v, extras=spec.extras_per_head).problem)
 
 
 def attend(arena: Any, spec: ShardCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -119,13 +119,12 @@ def forward_of(
     arena: Any, spec: ShardCall, q: Tensor, k: Tensor, v: Tensor, *, heads: int
 ) -> Planned:
     """Returns the launch of a signature, with `heads` key heads per group."""
-    problem, scalars = _problem(spec, q, k=k, v=v)
+    call = spec.on_rows(q, k, v=v, extras=spec.extras_per_head)
     extras = spec.extras[:2]
     dtypes = tuple(None if x is None else x.dtype for x in extras)
     key = q.device, dtypes, layout_key((q, *extras))
-    return _forward_of(
-        problem, scalars, layout=spec.layout, heads=heads, limit=arena.limit, key=key
-    )
+    options: Any = dict(layout=spec.layout, heads=heads, limit=arena.limit, key=key)
+    return _forward_of(call.problem, call.scalars, **options)
 
 
 @functools.lru_cache(maxsize=256)
@@ -143,11 +142,6 @@ def _forward_of(
 
     walk = walk_of(layout, Band(scalars.left, scalars.right), heads=heads)
     return runs_launch.prepare(problem, scalars, walk=walk, limit=limit)
-
-
-def _problem(spec: ShardCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Problem, Scalars]:
-    call = spec.on_rows(q, k, v=v, extras=spec.extras_per_head)
-    return call.problem, call.scalars
 
 
 @functools.lru_cache(maxsize=256)

@@ -17,7 +17,7 @@ import torch
 from ...problem import OPEN, Between, Grads, Saved, Scalars
 from ..layouts.layout import Layout
 from ..layouts.pulls import Pull, pulls_in_turn
-from ..layouts.work import Band, KeyRun, Run
+from ..layouts.work import Band, KeyRun
 from . import rows
 from .grads import QueryGrads
 from .rows import AddKeyGrads, PulledKeys, attend_run, gradients_of
@@ -66,32 +66,13 @@ def packing_for(spec: ShardCall, q: Tensor, k: Tensor, v: Tensor) -> Packing | N
 @functools.lru_cache(maxsize=256)
 def pulls_into(layout: Layout, packing: Packing, left: int) -> tuple[tuple[Pull, ...], ...]:
     """Returns, for each run, which rows become its packed keys: those that it sees."""
-    runs = zip(packing.copied or (), _first_seen(layout, packing, left=left))
-    return tuple(
-        tuple(
-            Pull(rank, row, start=start + shift, stop=stop + shift)
-            for rank, row, start, stop in pulls_in_turn(layout, [(first, keys.stop)])
-        )
-        for keys, first in runs
-        for shift in (keys.row - keys.start,)
-    )
-
-
-@functools.lru_cache(maxsize=256)
-def hidden_in(layout: Layout, packing: Packing, left: int) -> tuple[Run, ...]:
-    """Returns which packed keys a run does not see, though its first block begins with them."""
-    runs = zip(packing.copied or (), _first_seen(layout, packing, left=left))
-    return tuple(
-        (keys.row, keys.row + first - keys.start) for keys, first in runs if first > keys.start
-    )
-
-
-def _first_seen(layout: Layout, packing: Packing, *, left: int) -> list[int]:
-    """Returns the first key that each run sees."""
-    firsts = [keys.start for keys in packing.copied or ()]
-    if left == OPEN:
-        return firsts
-    return [max(a, span.first, span.start - left) for a, span in zip(firsts, layout.spans)]
+    pulls = []
+    for keys, span in zip(packing.copied or (), layout.spans):
+        first = keys.start if left == OPEN else max(keys.start, span.first, span.start - left)
+        shift = keys.row - keys.start
+        of_run = pulls_in_turn(layout, [(first, keys.stop)])
+        pulls.append(tuple(x._replace(start=x.start + shift, stop=x.stop + shift) for x in of_run))
+    return tuple(pulls)
 
 
 @functools.lru_cache(maxsize=256)

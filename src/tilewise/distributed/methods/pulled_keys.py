@@ -44,11 +44,11 @@ def pull_keys(
         pulls, tokens = pulls_of(layout, band), layout.seqlen
         hidden = unseen_keys(layout, band) if reads_all else hidden_keys(layout, band)
     else:
-        pulls, tokens = (
-            packed_runs.pulls_into(layout, packing, left=band.left),
-            packing.starts_k[-1],
-        )
-        hidden = packed_runs.hidden_in(layout, packing, left=band.left)
+        pulls = packed_runs.pulls_into(layout, packing, left=band.left)
+        *begins, tokens = packing.starts_k
+        # Packed keys that a run does not see, though its first block begins with them
+        firsts = (min((x.start for x in part), default=0) for part in pulls)
+        hidden = [(row, first) for row, first in zip(begins, firsts) if row < first]
     if len(pulls) > FEW_LISTS:
         pulls = (tuple(x for part in pulls for x in part),)
     copies = keys_to_queries(
@@ -61,18 +61,16 @@ def pull_keys(
         groups=(range(nheads_k),),
         shared=shared_rows(layout, band),
     )
-    memory = [k.new_empty(batch * tokens * nheads_k * x.shape[3]) for x in tensors]
-    keys, values = (m.view(batch, tokens, nheads_k, x.shape[3]) for m, x in zip(memory, tensors))
+    memory = [x.new_empty((batch, tokens, *x.shape[2:])) for x in tensors]
     for start, stop in hidden:
-        keys[:, start:stop] = 0
-        values[:, start:stop] = 0
+        for x in memory:
+            x[:, start:stop] = 0
     publish_copies(arena, copies, signature=signature, sources=tensors, targets=memory)
     marks = arena.pull(copies.pieces, memory)
     if len(pulls) == 1:
         marks = [x for x in marks for _ in layout.spans]
-    return rows.PulledKeys(
-        keys, values, arena=arena, marks=tuple(marks), is_packed=packing is not None
-    )
+    keys, values = memory
+    return rows.PulledKeys(keys, values, arena, marks=tuple(marks), is_packed=packing is not None)
 
 
 @functools.lru_cache(maxsize=256)

@@ -172,20 +172,17 @@ def kind_of(x: Tensor) -> Kind:
     return Kind(x.shape[2], x.shape[3] * x.itemsize)
 
 
-def place_of(x: Tensor, number: int) -> Place:
-    """Returns where (batch, tokens, heads, headdim) or (batch, heads, tokens) lies, in bytes."""
-    size = x.itemsize
-    if x.dim() == 3:
-        return Place(
-            number, 0, of_row=x.stride(0) * size, of_token=size, of_head=x.stride(1) * size
-        )
-    of_token = x.stride(1) * size
-    return Place(number, 0, of_row=x.stride(0) * size, of_token=of_token, of_head=x.shape[3] * size)
-
-
 def places_of(tensors: Sequence[Tensor]) -> tuple[Place, ...]:
-    """Returns where tensors lie, whose heads are dense."""
-    return tuple(place_of(x, number) for number, x in enumerate(tensors))
+    """Returns where tensors (batch, tokens, heads, headdim) or (batch, heads, tokens) lie, whose
+    heads are dense, in bytes.
+    """
+    places = []
+    for number, x in enumerate(tensors):
+        by_head, size = x.dim() == 3, x.itemsize
+        of_token = size if by_head else x.stride(1) * size
+        of_head = size * (x.stride(1) if by_head else x.shape[3])
+        places.append(Place(number, 0, x.stride(0) * size, of_token=of_token, of_head=of_head))
+    return tuple(places)
 
 
 def copy_one_by_one(table: Table, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:

@@ -43,7 +43,10 @@ class Published:
 
     def pull(self, rank: int, number: int, *, start: int = 0, stop: int | None = None) -> Tensor:
         """Views rows [start, stop) of a tensor of a rank, until the call after the next."""
-        rows = self.view(rank, number)[start:stop]
+        key = self.arena.half, self.dtypes, self.shapes, self.counts, rank, number, start, stop
+        rows = self.arena.views.get(key)
+        if rows is None:
+            rows = self.arena.keep(key, self.view(rank, number)[start:stop])
         if rank != self.arena.rank:
             self.arena.pulled += rows.numel() * rows.itemsize
         return rows

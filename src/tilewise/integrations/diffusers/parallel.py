@@ -105,20 +105,6 @@ def backward_op(
     *saved, mask = ctx.saved_tensors
     inputs = zip(saved, (query, key, value, out, lse))
     q, k, v, out, lse = (old if new is None else new for old, new in inputs)
-    return gradients(grad_out, q, k, v, out, lse.transpose(1, 2), mask, ctx.scale)
-
-
-def gradients(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    mask: Tensor | None,
-    scale: float | None,
-) -> tuple[Tensor, ...]:
-    """Gradients of q, k and v; k and v may be a part of those that gave `out` and `lse`."""
     bias, modifiers = mask, NO_MODIFIERS
     if mask is not None and mask.dtype == torch.bool:
         bias, modifiers = None, modifiers_by(mask)
@@ -128,13 +114,15 @@ def gradients(
         k,
         v=v,
         extras=extras,
-        numbers=Numbers(scale),
+        numbers=Numbers(ctx.scale),
         deterministic=torch.are_deterministic_algorithms_enabled(),
         mods=modifiers.mods,
     )
     call = ops.known_call(call, (q, k, v, *extras.tensors))
-    dout, out = (x.to(q.dtype).contiguous() for x in (dout, out))
-    return ops.gradients(call, Saved(dout, None, q, k, v, out, lse.contiguous()), extras=extras)
+    dout, out = (x.to(q.dtype).contiguous() for x in (grad_out, out))
+    lse = lse.transpose(1, 2).contiguous()
+    saved_inputs = Saved(dout, None, q=q, k=k, v=v, out=out, lse=lse)
+    return ops.gradients(call, saved_inputs, extras=extras)
 
 
 def _is_of_keys(mask: Tensor) -> bool:
