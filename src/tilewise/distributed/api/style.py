@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from ...errors import ArgumentError
 from ...ops.context_parallel import contexts
-from ..layouts.group import global_ranks, members_of
+from ..layouts.group import checked, global_ranks
 from ..layouts.layout import Layout
 from .attention import check_layout
 from .context import Attention
@@ -41,7 +41,7 @@ class ContextParallel(ParallelStyle):
         self.layout, self.method, self.bitwise = layout, method, bitwise
 
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
-        ranks = global_ranks(members_of(device_mesh).group)
+        ranks = global_ranks(checked(device_mesh))
         if isinstance(self.layout, Layout):
             _check_ranks(self.layout, ranks)
         entered: list[Attention] = []

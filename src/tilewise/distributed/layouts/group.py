@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -10,30 +10,25 @@ from torch.distributed.device_mesh import DeviceMesh
 from ...errors import ArgumentError, a_type
 
 
-class Members(NamedTuple):
-    """How many ranks share a sequence, which one this is, and their process group, if any."""
-
-    ranks: int
-    rank: int
-    group: Any
-
-
 def global_ranks(group: Any) -> list[int]:
     """Lists the ranks of a group among all processes; this one alone where there is no group."""
     return [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
 
 
-def members_of(group: Any) -> Members:
+def ranks_of(group: Any) -> int:
+    """Counts the ranks of a group."""
+    group = checked(group)
+    return group if type(group) is int else dist.get_world_size(group)
+
+
+def checked(group: Any) -> Any:
     """Reads `group`: None is torch's default group, an int a number of ranks without processes (to
     plan, and to test), of which this is rank 0.
-
-    >>> members_of(4)
-    Members(ranks=4, rank=0, group=None)
     """
     if type(group) is int:
         if group < 1:
             raise ArgumentError(f"group={group}: there must be at least 1 rank")
-        return Members(group, 0, group=None)
+        return group
     if not dist.is_available() or not dist.is_initialized():
         raise ArgumentError(
             f"group={group!r}, and torch.distributed is not initialized: call "
@@ -53,7 +48,6 @@ def members_of(group: Any) -> Members:
             f"group is {a_type(group)}: it must be a ProcessGroup, a DeviceMesh of one "
             "dimension, a number of ranks, or None for the default group"
         )
-    rank = dist.get_rank(group)
-    if rank < 0:
+    if dist.get_rank(group) < 0:
         raise ArgumentError("this process is no member of the group: make the layout on its ranks")
-    return Members(dist.get_world_size(group), rank, group=group)
+    return group

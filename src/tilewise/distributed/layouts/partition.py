@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ...errors import ArgumentError
 from .balance import balanced
-from .group import members_of
+from .group import checked, ranks_of
 from .layout import Layout, check_starts, made
 from .work import Run
 
@@ -34,7 +36,7 @@ def contiguous(seqlen: int, group: Any = None) -> Layout:
     Raises:
         ArgumentError: an argument is wrong.
     """
-    ranks = members_of(group).ranks
+    ranks = ranks_of(group)
     size = -(-check_seqlen(seqlen) // ranks)
     runs = [[_chunk(rank, size, seqlen=seqlen)] for rank in range(ranks)]
     return _layout("contiguous", seqlen, runs=runs, group=group)
@@ -55,7 +57,7 @@ def zigzag(seqlen: int, group: Any = None) -> Layout:
     Raises:
         ArgumentError: an argument is wrong.
     """
-    ranks = members_of(group).ranks
+    ranks = ranks_of(group)
     size = -(-check_seqlen(seqlen) // (2 * ranks))
     chunks = [(rank, 2 * ranks - 1 - rank) for rank in range(ranks)]
     runs = [[_chunk(i, size, seqlen=seqlen) for i in pair] for pair in chunks]
@@ -78,7 +80,7 @@ def striped(seqlen: int, group: Any = None, block: int = 128) -> Layout:
     Raises:
         ArgumentError: an argument is wrong.
     """
-    ranks = members_of(group).ranks
+    ranks = ranks_of(group)
     check_seqlen(seqlen)
     if type(block) is not int or block < 1:
         raise ArgumentError(f"block={block!r}: it must be an int, at least 1")
@@ -110,7 +112,7 @@ def documents(cu_seqlens: Sequence[int] | Tensor, group: Any = None, chunk: int 
     starts = check_starts(cu_seqlens)
     if type(chunk) is not int or chunk < 1:
         raise ArgumentError(f"chunk={chunk!r}: it must be an int, at least 1")
-    runs = balanced(starts, members_of(group).ranks, chunk=chunk)
+    runs = balanced(starts, ranks_of(group), chunk=chunk)
     return _layout("documents", starts[-1], runs=runs, group=group).packed(starts)
 
 
@@ -131,10 +133,10 @@ def from_positions(positions: Tensor | Sequence[Tensor], group: Any = None) -> L
         ArgumentError: an argument is wrong.
     """
     of_ranks = [[int(i) for i in part] for part in positions]
-    members = members_of(group)
-    if len(of_ranks) != members.ranks:
+    ranks = ranks_of(group)
+    if len(of_ranks) != ranks:
         raise ArgumentError(
-            f"positions of {len(of_ranks)} ranks, and the group has {members.ranks}: pass one row "
+            f"positions of {len(of_ranks)} ranks, and the group has {ranks}: pass one row "
             "or tensor for each"
         )
     seqlen = sum(map(len, of_ranks))
@@ -159,9 +161,11 @@ def _chunk(index: int, size: int, *, seqlen: int) -> Run:
 
 
 def _layout(kind: str, seqlen: int, *, runs: Sequence[Sequence[Run]], group: Any) -> Layout:
-    members = members_of(group)
-    joined = tuple(map(_joined, runs))
-    return made(Layout(kind, seqlen, runs=joined, rank=members.rank, group=members.group))
+    group = checked(group)
+    layout = Layout(kind, seqlen, runs=tuple(map(_joined, runs)))
+    if type(group) is not int:
+        layout = replace(layout, rank=dist.get_rank(group), group=group)
+    return made(layout)
 
 
 def _joined(runs: Sequence[Run]) -> tuple[Run, ...]:

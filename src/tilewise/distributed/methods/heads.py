@@ -103,8 +103,8 @@ class _Heads(torch.autograd.Function):
     def backward(ctx: Any, dout, dlse):  # pyright: ignore[reportIncompatibleMethodOverride]
         spec = ctx.spec
         with reporting(spec.layout):
-            kept = ctx.saved_tensors  # once: a checkpoint computes them
-            results = [x.new_empty(shape) for x, shape in zip(kept, ctx.shapes)]
+            tensors = ctx.saved_tensors  # once: a checkpoint computes them
+            results = [x.new_empty(shape) for x, shape in zip(tensors, ctx.shapes)]
             dout, dlse = resolved((dout, dlse))
             if dout is None:
                 dq, _, dv = results
@@ -113,7 +113,7 @@ class _Heads(torch.autograd.Function):
                 ctx.arena,
                 spec,
                 exchanged=[dout, dlse],
-                kept=kept,
+                kept=tensors,
                 results=results,
                 groups=ctx.groups,
             )

@@ -70,8 +70,11 @@ def pulls_into(layout: Layout, packing: Packing, left: int) -> tuple[tuple[Pull,
     for keys, span in zip(packing.copied or (), layout.spans):
         first = keys.start if left == OPEN else max(keys.start, span.first, span.start - left)
         shift = keys.row - keys.start
-        of_run = pulls_in_turn(layout, [(first, keys.stop)])
-        pulls.append(tuple(x._replace(start=x.start + shift, stop=x.stop + shift) for x in of_run))
+        of_run = [
+            Pull(rank, row, start=start + shift, stop=stop + shift)
+            for rank, row, start, stop in pulls_in_turn(layout, [(first, keys.stop)])
+        ]
+        pulls.append(tuple(of_run))
     return tuple(pulls)
 
 
