@@ -19,7 +19,7 @@ VAGUE = set(
 )
 NO_SUBJECT = re.compile(r"(The same|Those|That of|That |So many|Of |As it|Such )")
 # Classes with __call__, launch or again that only make the arguments of launches
-ONLY_ARGUMENTS = {"Direct", "Through", "Packed"}
+ONLY_ARGUMENTS = {"Packed"}
 
 
 def sources() -> dict[str, str]:

@@ -1,5 +1,7 @@
 """Hopper's launches without a GPU: kernels are fakes, descriptors are encoded as their fields."""
 
+import functools
+
 import torch
 
 from tilewise.kernels.common import direct, program
@@ -28,7 +30,9 @@ def fake_launches(monkeypatch):
     """
     tiles = torch.zeros(1, dtype=torch.int32)
     monkeypatch.setattr(direct, "launcher_of", lambda compiled: (None, False))
-    monkeypatch.setattr(program, "past_triton", direct.Through)  # of kernels without descriptors
+    # Of kernels without descriptors
+    through = functools.partial(direct.Direct, launcher=None)
+    monkeypatch.setattr(program, "past_triton", through)
     monkeypatch.setattr(launch, "Direct", Quick)
     monkeypatch.setattr(tile_counter, "counter", lambda *of: tiles)
     return tiles

@@ -7,10 +7,10 @@ only by a commit that says what it adds and why; the others never.
 import pytest
 from helpers.counters import count
 
-AT_LEAST = {"arguments by keyword, percent": 18.2}
+AT_LEAST = {"arguments by keyword, percent": 18.3}
 AT_MOST = {
     # Sizes
-    "lines": 50_206,
+    "lines": 50_176,
     "files that name softcap": 24,
     "files that name sinks": 32,
     "files attention() imports": 39,
@@ -24,7 +24,7 @@ AT_MOST = {
     "dispatchers": 1,
     "check files": 2,
     # Plain English
-    "calls with *x per 1,000 lines": 1.88,
+    "calls with *x per 1,000 lines": 1.84,
     "calls with a tuple's *": 0,
     "vague locals": 32,
     "docstrings without a subject": 0,

@@ -15,49 +15,36 @@ Relaunch = Callable[[int, Sequence[Any]], None]  # a launch on a stream, of what
 
 
 class Direct:
-    """A compiled kernel on a grid of so many programs: called with a stream and all arguments,
-    constants too, of the types and alignment that it was compiled for. A tensor's address stands
-    for the tensor, and the parts of a descriptor for a descriptor.
+    """What launches a compiled kernel on a grid of so many programs, and what it takes before the
+    kernel's arguments, constants too, which must have the types and alignment that it was compiled
+    for. A tensor's address stands for the tensor, and the parts of a descriptor for a descriptor.
     """
 
     __slots__ = ("_before", "_packs", "compiled", "launcher", "programs")
 
-    def __init__(self, compiled: Any, programs: int, launcher: Callable, packs: bool) -> None:
-        run = compiled.run
+    def __init__(
+        self, compiled: Any, programs: int, launcher: Callable | None, packs: bool = False
+    ) -> None:
+        """Without a launcher in C it is Triton's own launch function."""
+        run, metadata = compiled.run, compiled.packed_metadata
         hooks = (None, None, None)  # the launch's metadata and its hooks
         scratch = (None, None)
-        before = (compiled.function, run.launch_cooperative_grid, run.launch_pdl)
-        if packs:
-            signature = (run.arg_annotations, run.kernel_signature)
-            self._before = (*before, compiled.packed_metadata, *hooks, *scratch, *signature)
+        if launcher is None:
+            self._before = (compiled.function, metadata, *hooks)
         else:
-            self._before = (*before, *scratch, compiled.packed_metadata, *hooks)
+            before = (compiled.function, run.launch_cooperative_grid, run.launch_pdl)
+            self._before = (*before, *scratch, metadata, *hooks)
+            if packs:
+                signature = (run.arg_annotations, run.kernel_signature)
+                self._before = (*before, metadata, *hooks, *scratch, *signature)
         self.compiled, self.programs = compiled, programs
-        self.launcher, self._packs = launcher, packs  # what takes `arguments`
-
-    def __call__(self, stream: int, *args: Any) -> None:
-        self.launcher(*self.arguments(stream, args))
+        self.launcher, self._packs = launcher or run, packs  # what takes `arguments`
 
     def arguments(self, stream: Any, args: tuple) -> tuple:
         """All that the launcher takes."""
         if self._packs:
             args = (args,)
         return self.programs, 1, 1, stream, *self._before, *args
-
-
-class Through:
-    """A kernel that is launched through Triton's own launch function."""
-
-    def __init__(self, compiled: Any, programs: int) -> None:
-        self.compiled, self.programs, self.launcher = compiled, programs, compiled.run
-        self._before = compiled.function, compiled.packed_metadata
-
-    def __call__(self, stream: int, *args: Any) -> None:
-        self.launcher(*self.arguments(stream, args))
-
-    def arguments(self, stream: Any, args: tuple) -> tuple:
-        """All that the launcher takes."""
-        return self.programs, 1, 1, stream, *self._before, None, None, None, *args
 
 
 def launcher_of(compiled: Any) -> tuple[Callable, bool] | None:
@@ -81,19 +68,16 @@ def launcher_of(compiled: Any) -> tuple[Callable, bool] | None:
     return None if launch is None else (launch, packs)
 
 
-def past_triton(compiled: Any, programs: int) -> Direct | Through:
-    """A kernel without descriptors, to be called as `Direct`; where there is no way past all of
-    Triton's Python, past its look at every argument.
+def past_triton(compiled: Any, programs: int) -> Direct:
+    """The launch of a kernel without descriptors; where there is no way past all of Triton's
+    Python, past its look at every argument.
     """
-    launch = launcher_of(compiled)
-    if launch is None:
-        return Through(compiled, programs)
-    launcher, packs = launch
+    launcher, packs = launcher_of(compiled) or (None, False)
     return Direct(compiled, programs, launcher=launcher, packs=packs)
 
 
 def relaunch_of(
-    kernel: Direct | Through, args: tuple, names: Sequence[str], may_pack: bool = True
+    kernel: Direct, args: tuple, names: Sequence[str], may_pack: bool = True
 ) -> Relaunch:
     """A launch of a kernel as a function of the stream and of a row of addresses in the order of
     `names`, which are those of the gaps among its arguments.

@@ -11,13 +11,12 @@ from ...mods.derivative import by_loads
 from ...mods.expressions import Node, intern, nodes_of
 from ...mods.flat import captured_by_score
 from ...problem import Extras, Problem, Saved, Scalars
-from ..common.arguments import strided
 from ..common.operand import Operand, names_of, operands_of
 from ..common.program import Program, TorchStep
 from ..common.results import BACKWARD, records_of
 from ..common.workspace import Workspace
 from .bwd_captured import CapturedLoad, attn_bwd_captured_kernel
-from .launch import plan_queries, plan_rest, shared_arguments
+from .launch import plan_rest, plan_tiles
 from .plan import Plan
 
 Tensor = torch.Tensor
@@ -86,17 +85,15 @@ def plan_captured(
     """A launch for each place where the score function reads a tensor whose gradient is among
     `grads`: tiles of queries. `stats` are lse, its gradient and what lse has lost.
     """
-    dout, q, k, v = saved.dout, saved.q, saved.k, saved.v
-    shared = shared_arguments(problem, scalars, q, k, extras)
-    plans, common = [], dict(problem=problem, operands=(q, k, v, dout), arch="")
+    tiles, plans = dict(q=saved.q, k=saved.k, v=saved.v, dout=saved.dout), []
+    common: dict[str, Any] = dict(problem=problem, scalars=scalars, extras=extras)
+    common |= dict(read=tiles, stats=stats)
     for load, slope in by_loads(problem.mods.score):
         if (slot := load.value[0]) in grads:
             of_load = load_of(load, slope, grads[slot].numel() >= 1 << 31)
-            args = dict(q=strided(q), k=strided(k), v=strided(v), dout=strided(dout))
-            args |= dict(target=captured_of((grads[slot],))[0], stats=stats)
-            args |= shared | dict(LOAD=of_load)
-            plan = plan_queries("bwd_captured", attn_bwd_captured_kernel, args=args, **common)
-            plans.append(plan)
+            (target,) = captured_of((grads[slot],))
+            plan = plan_tiles("bwd_captured", attn_bwd_captured_kernel, target=target, **common)
+            plans.append(plan._replace(args=plan.args | dict(LOAD=of_load)))
     return plans
 
 

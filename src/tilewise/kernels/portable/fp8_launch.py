@@ -21,7 +21,7 @@ from ..common.program import Planned, Program
 from ..common.quantized import Quantized
 from ..common.workspace import Workspace
 from .fp8_fwd import OfHead, Quantization, fp8_fwd_kernel
-from .launch import plan_queries, shared_arguments
+from .launch import plan_tiles
 from .plan import Plan
 
 Tensor = torch.Tensor
@@ -69,17 +69,24 @@ def plan_fp8(
     """Tiles of queries; q, k and v_t in e4m3, or its bits."""
     q, k, v_t, v_mean = (operands[name] for name in ("q", "k", "v_t", "v_mean"))
     batch, head, row, _ = v_t.stride()
-    args = dict(q=strided(q), k=strided(k), v_t=Strided(v_t, batch, row, head))
-    args |= dict(out=strided(operands["out"]), lse=operands["lse"])
-    args["quantization"] = Quantization(
+    quantization = Quantization(
         q=of_head(operands["q_scale"]),
         k=of_head(operands["k_scale"]),
         v=of_head(operands["v_scale"]),
         v_mean=None if v_mean is None else of_head(v_mean),
     )
-    args |= shared_arguments(problem, scalars, q, k, extras)
-    return plan_queries(
-        "fp8_fwd", fp8_fwd_kernel, problem=problem, operands=(q, k), args=args, arch=arch
+    return plan_tiles(
+        "fp8_fwd",
+        fp8_fwd_kernel,
+        problem=problem,
+        scalars=scalars,
+        extras=extras,
+        read=dict(q=q, k=k),
+        arch=arch,
+        v_t=Strided(v_t, batch, row, head),
+        out=strided(operands["out"]),
+        lse=operands["lse"],
+        quantization=quantization,
     )
 
 

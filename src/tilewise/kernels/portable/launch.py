@@ -76,22 +76,40 @@ def backward_program(problem: Problem, scalars: Scalars, arch: str = "", **tenso
         lost = plans[-1].args["rest"]
     stats = saved.lse, delta.args["delta"], lost
     plans += plan_backward(problem, scalars, saved, stats, grads, extras, arch)
-    if grads.dbias is not None and grads.dbias.numel():
-        plans.append(plan_dbias(problem, scalars, saved, stats, grads, extras, arch))
     steps: list[Any] = [plan.configured() for plan in plans]
     if grads.dsinks is not None:
         steps.append(TorchStep(sum_sinks, ("dsinks", "parts")))
     return Program(names, [BEFORE_KEYS, *steps, AFTER_KEYS], work, tuple(grads))
 
 
-def shared_arguments(
-    problem: Problem, scalars: Scalars, q: Any, k: Any, extras: Extras
-) -> dict[str, Any]:
-    """The arguments of all kernels that compute scores."""
-    return dict(
-        optionals=optionals_of(extras, problem.mods),
-        sizes=sizes_of(q, k, extras),
-        numbers=numbers_of(scalars, q, k),
+def plan_tiles(
+    name: str,
+    kernel: Any,
+    *,
+    problem: Problem,
+    scalars: Scalars,
+    extras: Extras,
+    read: dict[str, Any],
+    arch: str = "",
+    **args: Any,
+) -> Plan:
+    """A kernel that computes scores, with a program for each block of queries: of tensors that are
+    `read` in tiles, other arguments, and those that all such kernels have.
+    """
+    q, k, sizes = read["q"], read["k"], sizes_of(read["q"], read["k"], extras)
+    shared: dict[str, Any] = dict(optionals=optionals_of(extras, problem.mods), sizes=sizes)
+    shared |= dict(numbers=numbers_of(scalars, q, k))
+    return Plan(
+        name,
+        kernel,
+        problem,
+        block="BLOCK_M",
+        rows=q.shape[1],
+        copies=q.shape[0] * q.shape[2],
+        packed=sizes.packed,
+        operands=tuple(read.values()),
+        args={name: strided(x) for name, x in read.items()} | args | shared,
+        arch=arch,
     )
 
 
@@ -100,38 +118,14 @@ def plan_forward(
     scalars: Scalars,
     extras: Extras,
     *,
-    q: Any,
-    k: Any,
-    v: Any,
     out: Any,
     lse: Any,
     arch: str = "",
+    **read: Any,
 ) -> Plan:
-    """Tiles of queries."""
-    args = dict(q=strided(q), k=strided(k), v=strided(v), out=strided(out), lse=lse)
-    args |= shared_arguments(problem, scalars, q, k, extras)
-    return plan_queries(
-        "fwd", attn_fwd_kernel, problem=problem, operands=(q, k, v), args=args, arch=arch
-    )
-
-
-def plan_queries(
-    name: str, kernel: Any, *, problem: Problem, operands: tuple, args: dict[str, Any], arch: str
-) -> Plan:
-    """A program for each block of queries; the first of the operands that are read is q."""
-    q = operands[0]
-    return Plan(
-        name,
-        kernel,
-        problem,
-        block="BLOCK_M",
-        rows=q.shape[1],
-        copies=q.shape[0] * q.shape[2],
-        packed=args["sizes"].packed,
-        operands=operands,
-        args=args,
-        arch=arch,
-    )
+    """Tiles of queries, of the q, k and v that are `read`."""
+    common: dict[str, Any] = dict(problem=problem, scalars=scalars, extras=extras, arch=arch)
+    return plan_tiles("fwd", attn_fwd_kernel, read=read, out=strided(out), lse=lse, **common)
 
 
 def plan_delta(problem: Problem, saved: Any, extras: Extras, work: Any, arch: str = "") -> Plan:
@@ -165,13 +159,10 @@ def plan_rest(
     """What the lse of large scores has lost, in the workspace; a bias or a score function may make
     such.
     """
-    q, k, v, lse = saved.q, saved.k, saved.v, saved.lse
-    args = dict(q=strided(q), k=strided(k), v=strided(v), lse=lse)
-    args |= dict(rest=work.add("rest", lse.shape, lse.dtype))
-    args |= shared_arguments(problem, scalars, q, k, extras)
-    return plan_queries(
-        "bwd_rest", attn_bwd_rest_kernel, problem=problem, operands=(q, k, v), args=args, arch=arch
-    )
+    tiles, lse = dict(q=saved.q, k=saved.k, v=saved.v), saved.lse
+    lost = work.add("rest", lse.shape, lse.dtype)
+    common: dict[str, Any] = dict(problem=problem, scalars=scalars, extras=extras, arch=arch)
+    return plan_tiles("bwd_rest", attn_bwd_rest_kernel, read=tiles, lse=lse, rest=lost, **common)
 
 
 def plan_backward(
@@ -183,37 +174,28 @@ def plan_backward(
     extras: Extras,
     arch: str = "",
 ) -> list[Plan]:
-    """Tiles of keys for dK and dV, then tiles of queries for dQ. `stats` are lse, delta and what
-    lse has lost.
+    """Tiles of keys for dK and dV, then tiles of queries for dQ, then the gradient of a bias, in
+    tiles as dQ is computed in. `stats` are lse, delta and what lse has lost.
     """
-    dout, q, k, v = saved.dout, saved.q, saved.k, saved.v
-    common = dict(problem=problem, operands=(q, k, v, dout), arch=arch)
-    tiles = dict(q=strided(q), k=strided(k), v=strided(v), dout=strided(dout))
-    shared = dict(stats=stats) | shared_arguments(problem, scalars, q, k, extras)
-    of_keys = tiles | dict(dk=strided(grads.dk), dv=strided(grads.dv)) | shared
-    keys = plan_queries("bwd_dkdv", attn_bwd_dkdv_kernel, args=of_keys, **common)
+    q, k, dbias = saved.q, saved.k, grads.dbias
+    plan = functools.partial(
+        plan_tiles,
+        problem=problem,
+        scalars=scalars,
+        extras=extras,
+        read=dict(q=q, k=k, v=saved.v, dout=saved.dout),
+        arch=arch,
+    )
+    dq, dk, dv = map(strided, grads[:3])
+    keys = plan("bwd_dkdv", attn_bwd_dkdv_kernel, dk=dk, dv=dv, stats=stats)
     keys = keys._replace(block="BLOCK_N", rows=k.shape[1], copies=k.shape[0] * k.shape[2])
-    of_queries = tiles | dict(dq=strided(grads.dq)) | shared
-    return [keys, plan_queries("bwd_dq", attn_bwd_dq_kernel, args=of_queries, **common)]
-
-
-def plan_dbias(
-    problem: Problem,
-    scalars: Scalars,
-    saved: Any,
-    stats: tuple,
-    grads: Any,
-    extras: Extras,
-    arch: str = "",
-) -> Plan:
-    """The gradient of the bias, in tiles as dQ is computed in."""
-    dout, q, k, v = saved.dout, saved.q, saved.k, saved.v
-    args = dict(q=strided(q), k=strided(k), v=strided(v), dout=strided(dout))
-    args |= dict(dbias=bias_of(grads.dbias), stats=stats)
-    args |= shared_arguments(problem, scalars, q, k, extras)
-    common = dict(problem=problem, operands=(q, k, v, dout), arch=arch)
-    plan = plan_queries("bwd_dbias", attn_bwd_dbias_kernel, args=args, **common)
-    plan = plan._replace(rows=0, copies=0, packed=0)
-    tile = plan.tile(plan.config())
-    sharing, tiles = sharing_of(grads.dbias, q, k, tile)
-    return plan._replace(rows=tile.BLOCK_M, copies=tiles, args=args | dict(sharing=sharing))
+    plans = [keys, plan("bwd_dq", attn_bwd_dq_kernel, dq=dq, stats=stats)]
+    if dbias is not None and dbias.numel():
+        target = bias_of(dbias)
+        of_bias = plan("bwd_dbias", attn_bwd_dbias_kernel, dbias=target, stats=stats)
+        of_bias = of_bias._replace(rows=0, copies=0, packed=0)
+        tile = of_bias.tile(of_bias.config())
+        sharing, tiles = sharing_of(dbias, q, k, tile=tile)
+        args = of_bias.args | dict(sharing=sharing)
+        plans.append(of_bias._replace(rows=tile.BLOCK_M, copies=tiles, args=args))
+    return plans
