@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .block_checks import BlockLists, check_lists
+from .block_checks import BlockLists
 
 Tensor = torch.Tensor
 SKIPPED, PARTIAL, FULL, UNKNOWN = range(4)
@@ -22,6 +22,11 @@ def lists_of(flags: Tensor) -> BlockLists:
     return BlockLists(counts, indices.unflatten(0, counts.shape))
 
 
+def partial_and_full(kinds: Tensor) -> tuple[BlockLists, BlockLists]:
+    """The partial and the full blocks of each row."""
+    return lists_of(kinds == PARTIAL), lists_of(kinds == FULL)
+
+
 def kinds_of(partial: BlockLists, full: BlockLists, n_blocks: int) -> Tensor:
     """The kind of each of n_blocks blocks in a row, by the lists."""
     shape = (*partial.counts.shape, n_blocks + 1)  # the last takes the lists' padding
@@ -32,26 +37,12 @@ def kinds_of(partial: BlockLists, full: BlockLists, n_blocks: int) -> Tensor:
     return kinds[..., :n_blocks]
 
 
-def cut_at_ends(
-    partial: BlockLists, full: BlockLists, shape: tuple[int, ...], block: tuple[int, int]
-) -> tuple[BlockLists, BlockLists]:
-    """The lists with full blocks that run past an end as partial ones."""
-    if not (shape[2] % block[0] or shape[3] % block[1]):
-        return partial, full
-    grid = (*shape[:2], *(-(-n // size) for n, size in zip(shape[2:], block)))
-    for name, lists in (("partial", partial), ("full", full)):
-        check_lists(f"{name}, by queries,", lists, rows=grid[:3], blocks=grid[3])
-    kinds = kinds_of(partial, full, n_blocks=grid[3])
+def cut_at_ends(kinds: Tensor, shape: tuple[int, ...], block: tuple[int, int]) -> Tensor:
+    """The kinds with full blocks that run past an end as partial ones, since they are masked there;
+    in place.
+    """
     if shape[2] % block[0]:
         kinds[:, :, -1].clamp_(max=PARTIAL)
     if shape[3] % block[1]:
         kinds[..., -1].clamp_(max=PARTIAL)
-    return lists_of(kinds == PARTIAL), lists_of(kinds == FULL)
-
-
-def trimmed(lists: BlockLists) -> BlockLists:
-    """Lists as narrow as the longest row, with zeros after a row's blocks."""
-    counts, indices = lists
-    width = min(max(int(counts.max()), 0), indices.shape[3]) if counts.numel() else 0
-    listed = torch.arange(width, device=counts.device) < counts[..., None]
-    return BlockLists(counts.int(), torch.where(listed, indices[..., :width], 0).int())
+    return kinds

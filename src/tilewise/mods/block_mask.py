@@ -18,7 +18,7 @@ from ..errors import ArgumentError
 from ..keywords import refuses_others, unexpected
 from . import from_flex, masks
 from .block_checks import BlockLists, check_lists, check_shape
-from .block_lists import FULL, PARTIAL, SKIPPED, UNKNOWN, kinds_of, lists_of
+from .block_lists import FULL, SKIPPED, UNKNOWN, cut_at_ends, kinds_of, partial_and_full
 from .documents import Documents, documents_of
 from .ends import MAX_END_ROWS, EndRows, Ends, says_ends
 from .evaluation import evaluate
@@ -80,8 +80,7 @@ class BlockMask:
         check_lists(f"full, {side},", cut, rows=(*rows[:2], blocks[0] - whole[0]), blocks=0)
 
     def _by_keys(self) -> tuple[BlockLists, BlockLists]:
-        kinds = self.kinds().transpose(2, 3)
-        return lists_of(kinds == PARTIAL), lists_of(kinds == FULL)
+        return partial_and_full(self.kinds().transpose(2, 3))
 
     @property
     def lists(self) -> tuple[BlockLists, BlockLists, BlockLists, BlockLists]:
@@ -232,7 +231,7 @@ def create_block_mask(
     with torch.no_grad():
         for slab in _slabs(grid, shape, block=block):
             _classify(mask, shape, block=block, kinds=kinds, slab=slab, end_rows=end_rows)
-    partial, full = lists_of(kinds == PARTIAL), lists_of(kinds == FULL)
+    partial, full = partial_and_full(cut_at_ends(kinds, shape, block=block))
     ends = None if end_rows is None else end_rows.ends()
     documents = documents_of(ends, batch)
     block = block[0], block[1]  # the caller's may be a list
@@ -299,11 +298,6 @@ def _classify(
     if end_rows is not None:
         end_rows.add_full(slab, part == FULL)
     _settle(mask, blocks, kinds=part, slab=slab, end_rows=end_rows)
-    # A tile that runs past an end is masked there, so it is never full
-    if shape[2] % block[0] and m_blocks.stop == kinds.shape[2]:
-        part[:, :, -1].clamp_(max=PARTIAL)
-    if shape[3] % block[1]:
-        part[..., -1].clamp_(max=PARTIAL)
 
 
 def _settle(

@@ -15,8 +15,8 @@ import torch
 
 from ..errors import ArgumentError, a_type
 from . import masks
-from .block_checks import BlockLists, check_shape
-from .block_lists import SKIPPED, cut_at_ends, lists_of, trimmed
+from .block_checks import BlockLists, check_lists, check_shape
+from .block_lists import FULL, SKIPPED, cut_at_ends, kinds_of, partial_and_full
 from .expressions import BOOL, Node
 from .masks import Mask
 from .trace_cache import Same
@@ -62,15 +62,19 @@ def _converted_of(block_mask: Any, ours: Any) -> tuple[Facts, BlockMask]:
             f"block_mask.kv_num_blocks has shape {tuple(counts.shape)}: it must be (batch, nheads, "
             "m_blocks)"
         )
-    partial, full = BlockLists(counts, indices), block_mask.full_kv_num_blocks
-    if full is None:
-        full = BlockLists(torch.zeros_like(counts), indices[..., :0])
-    else:
-        full = BlockLists(full, block_mask.full_kv_indices)
+    partial = BlockLists(counts.int(), indices.int())
+    full = BlockLists(torch.zeros_like(partial.counts), partial.indices[..., :0])
+    if block_mask.full_kv_num_blocks is not None:
+        full = BlockLists(block_mask.full_kv_num_blocks.int(), block_mask.full_kv_indices.int())
     mask = _mask_of(block_mask)
     shape, block = (*counts.shape[:2], *block_mask.seq_lengths), tuple(block_mask.BLOCK_SIZE)
     check_shape(shape, block)
-    partial, full = cut_at_ends(trimmed(partial), trimmed(full), shape=shape, block=block)
+    m_blocks, n_blocks = (-(-n // size) for n, size in zip(shape[2:], block))
+    for name, lists in (("partial", partial), ("full", full)):
+        rows = (*shape[:2], m_blocks)
+        check_lists(f"{name}, by queries,", lists, rows=rows, blocks=n_blocks)
+    kinds = cut_at_ends(kinds_of(partial, full, n_blocks=n_blocks), shape, block=block)
+    partial, full = partial_and_full(kinds)
     tilewise_mask = ours(mask, shape, block=block, partial=partial, full=full)
     if mask.expr is EVERYTHING:
         tilewise_mask = _as_listed(tilewise_mask)
@@ -111,14 +115,13 @@ def _as_listed(block_mask: BlockMask) -> BlockMask:
     listed = block_mask.kinds() != SKIPPED
     if bool(listed.all()):
         return block_mask
-    (batch, nheads, seqlen_q, seqlen_k), (block_m, block_n) = block_mask.shape, block_mask.block
-    inside = torch.zeros_like(listed)  # neither end cuts the block
-    inside[:, :, : seqlen_q // block_m, : seqlen_k // block_n] = True
+    shape, block = block_mask.shape, block_mask.block
+    (batch, nheads, *_), (block_m, block_n) = shape, block
 
     def sees(b, h, q_idx, kv_idx):
         row, head = (b if batch > 1 else 0), (h if nheads > 1 else 0)
         return listed[row, head, q_idx // block_m, kv_idx // block_n]
 
-    partial, full = lists_of(listed & ~inside), lists_of(listed & inside)
-    shape, block = block_mask.shape, block_mask.block
+    kinds = torch.where(listed, FULL, SKIPPED).to(torch.uint8)
+    partial, full = partial_and_full(cut_at_ends(kinds, shape, block=block))
     return type(block_mask)(masks.mask(sees), shape, block=block, partial=partial, full=full)
