@@ -20,6 +20,7 @@ from tilewise.kernels.common.quantized import (
     columns_of,
     packed_columns,
 )
+from tilewise.kernels.common.results import FP8_FORWARD
 from tilewise.kernels.cpu.quantize import Steps
 from tilewise.kernels.portable import fp8_launch, quantize, quantize_memory
 from tilewise.problem import Extras, Scalars, describe
@@ -64,7 +65,7 @@ def launch_of(target, headdim, causal=False, left=-1, softcap=0.0, everything=Fa
     problem = describe(q, k, k, extras, scalars, "bottom_right", False)
     scales = [torch.ones(BATCH, NHEADS_K) for _ in "qkv"]
     v_mean = torch.ones(BATCH, NHEADS_K, headdim) if everything else None
-    operands = operands_of(fp8_launch.FIELDS, (q, k, v_t, *scales, v_mean, *extras.tensors))
+    operands = operands_of(FP8_FORWARD, (q, k, v_t, *scales, v_mean, None, *extras.tensors))
     program = fp8_launch.fp8_program(problem, scalars, torch.bfloat16, target, **operands)
     return program.launches[0]
 

@@ -11,6 +11,7 @@ from helpers.tiers import sample, sample_rows
 from tilewise.explain.launches import build_launch
 from tilewise.kernels.common import direct, packed
 from tilewise.kernels.common.operand import operands_of
+from tilewise.kernels.common.results import FP8_FORWARD
 from tilewise.kernels.hopper import launch as hopper
 from tilewise.kernels.hopper.descriptors import DescriptorFields
 from tilewise.kernels.hopper.fwd import fp8_launch
@@ -72,7 +73,7 @@ def made(
     problem, read = fp8.problem_of(call, scalars), call.quantized
     v = call.v if transposes else read.v_t
     tensors = read.q, read.k, v, *read.scales, read.v_mean, read.v_drift, *call.extras.tensors
-    operands = operands_of(fp8_launch.FIELDS, tensors)
+    operands = operands_of(FP8_FORWARD, tensors)
     program = fp8_launch.fp8_program(problem, scalars, out_dtype, transposes, **operands)
     (launch,) = program.launches
     return build_launch(launch, "sm90"), launch, program.names

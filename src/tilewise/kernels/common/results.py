@@ -10,14 +10,17 @@ from typing import Any
 import torch
 
 from ...problem import Between, Extras, Grads, Problem, Saved
-from .operand import operand_of
+from .operand import Operand, names_of, operand_of
 from .outputs import empty_grads, empty_out
 from .program import Mark, Planned, Program
+from .quantized import Quantized
 
 Tensor = torch.Tensor
 # What a call passes, in this order
 FORWARD = ("q", "k", "v", *Extras._fields)
 BACKWARD = (*Saved._fields, *Extras._fields)
+FP8_FORWARD = ("q", "k", "v_t", "q_scale", "k_scale", "v_scale", "v_mean", "v_drift")
+FP8_FORWARD += Extras._fields
 
 # Of a caller's `Between`
 BEFORE_KEYS = Mark(lambda between, _: between.before_keys())
@@ -28,6 +31,16 @@ def forward_of(plan: Callable[..., Program]) -> Callable[..., tuple[Any, ...]]:
     """The forward of all calls of one signature, `(q, k, v, extras) -> (out, lse)`."""
     run = Planned(FORWARD, plan)
     return lambda q, k, v, extras: run((q, k, v, *extras.tensors))
+
+
+def fp8_forward_of(plan: Callable[..., Program]) -> Callable[..., tuple[Any, ...]]:
+    """The forward in FP8 of all calls of one signature, `(quantized, extras) -> (out, lse)`."""
+    run = Planned(FP8_FORWARD, plan)
+
+    def forward(x: Quantized, extras: Extras) -> tuple[Any, ...]:
+        return run((x.q, x.k, x.v_t, *x.scales, x.v_mean, x.v_drift, *extras.tensors))
+
+    return forward
 
 
 def backward_of(plan: Callable[..., Program]) -> Callable[..., Grads]:
@@ -44,6 +57,18 @@ def outputs_of(problem: Problem, q: Any) -> list[Any]:
     """`out` and `lse`, as operands."""
     named = zip(("out", "lse"), empty_out(problem, q.new("meta")))
     return [operand_of(name, x, q.device) for name, x in named]
+
+
+def fp8_outputs_of(problem: Problem, q: Any, dtype: torch.dtype) -> tuple[Operand, Operand]:
+    """`out` in this dtype, and `lse`, as operands."""
+    batch, seqlen_q, nheads, _ = q.shape
+    out = Operand("out", (batch, seqlen_q, nheads, problem.headdim_v), dtype, q.device)
+    return out, Operand("lse", (batch, nheads, seqlen_q), torch.float32, q.device)
+
+
+def names_with(fields: tuple[str, ...], extras: Extras) -> tuple[str, ...]:
+    """The names of a call's tensors, of which some of the extras may be several."""
+    return names_of(fields, len(fields) - len(Extras._fields) + len(extras.tensors))
 
 
 def records_of(operands: dict[str, Any]) -> tuple[Any, Extras]:

@@ -11,9 +11,9 @@ from ...mods.derivative import by_loads
 from ...mods.expressions import Node, intern, nodes_of
 from ...mods.flat import captured_by_score
 from ...problem import Extras, Problem, Saved, Scalars
-from ..common.operand import Operand, names_of, operands_of
+from ..common.operand import Operand, operands_of
 from ..common.program import Program, TorchStep
-from ..common.results import BACKWARD, records_of
+from ..common.results import BACKWARD, names_with, records_of
 from ..common.workspace import Workspace
 from .bwd_captured import CapturedLoad, attn_bwd_captured_kernel
 from .launch import plan_rest, plan_tiles
@@ -40,7 +40,7 @@ def captured_program(
     function reads a tensor that is wanted.
     """
     saved, extras = records_of(tensors)
-    names, work = names_of(BACKWARD, len(saved) + len(extras.tensors)), Workspace(saved.q.device)
+    names, work = names_with(BACKWARD, extras), Workspace(saved.q.device)
     dout, lse = saved.dout, saved.lse
     of_rest = plan_rest(problem, scalars, saved, extras, work)
     scaled = work.add("scaled", dout.shape, dout.dtype)

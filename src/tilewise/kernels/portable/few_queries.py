@@ -19,9 +19,8 @@ import torch
 from ...problem import NO_MODS, Extras, Problem, Scalars
 from ...tile.split_kv import default_split_size
 from ..common.cached import Cached
-from ..common.operand import names_of
 from ..common.program import Program
-from ..common.results import FORWARD, forward_of, outputs_of
+from ..common.results import FORWARD, forward_of, names_with, outputs_of
 from ..common.workspace import Workspace
 from .decode_launch import launches_of
 
@@ -55,4 +54,4 @@ def program_of(
     out, lse = outputs_of(problem, q)
     shown = problem._replace(align="bottom_right")  # the same, as there is no band otherwise
     launches = launches_of(cached, shown, out, lse, work)
-    return Program(names_of(FORWARD, 3 + len(extras.tensors)), launches, work, (out, lse))
+    return Program(names_with(FORWARD, extras), launches, work, (out, lse))

@@ -16,18 +16,14 @@ from ...problem import Extras, Problem, Scalars
 from ...tile.types import Strided
 from ...tuning.select import architecture
 from ..common.arguments import strided
-from ..common.operand import Operand, names_of
-from ..common.program import Planned, Program
-from ..common.quantized import Quantized
+from ..common.program import Program
+from ..common.results import FP8_FORWARD, fp8_forward_of, fp8_outputs_of, names_with
 from ..common.workspace import Workspace
 from .fp8_fwd import OfHead, Quantization, fp8_fwd_kernel
 from .launch import plan_tiles
 from .plan import Plan
 
 Tensor = torch.Tensor
-# What a call passes, in this order
-FIELDS = ("q", "k", "v_t", "q_scale", "k_scale", "v_scale", "v_mean", *Extras._fields)
-FIRST_EXTRA = FIELDS.index(Extras._fields[0])
 
 
 def has_product(arch: str) -> bool:
@@ -37,14 +33,9 @@ def has_product(arch: str) -> bool:
     return not arch.startswith("gfx") or arch in ("gfx950", "gfx1200", "gfx1201")
 
 
-def prepare_fp8(
-    problem: Problem, scalars: Scalars, out_dtype: torch.dtype
-) -> Callable[[Quantized, Extras], tuple[Tensor, Tensor]]:
+def prepare_fp8(problem: Problem, scalars: Scalars, out_dtype: torch.dtype) -> Callable[..., tuple]:
     """The forward of all calls of one signature."""
-    run = Planned(FIELDS, functools.partial(fp8_program, problem, scalars, out_dtype))
-    return lambda given, extras: run(
-        (given.q, given.k, given.v_t, *given.scales, given.v_mean, *extras.tensors)
-    )
+    return fp8_forward_of(functools.partial(fp8_program, problem, scalars, out_dtype))
 
 
 def fp8_program(
@@ -53,13 +44,11 @@ def fp8_program(
     """The one launch, of operands; on a GPU of `arch` if that is given."""
     extras = Extras(**{name: tensors[name] for name in Extras._fields})
     q = tensors["q"]
-    batch, seqlen_q, nheads, _ = q.shape
-    out = Operand("out", (batch, seqlen_q, nheads, problem.headdim_v), out_dtype, q.device)
-    lse = Operand("lse", (batch, nheads, seqlen_q), torch.float32, q.device)
+    out, lse = fp8_outputs_of(problem, q, out_dtype)
     if not has_product(arch or architecture(q.device)):
         tensors |= {name: tensors[name].view(torch.uint8) for name in ("q", "k", "v_t")}
     plan = plan_fp8(problem, scalars, tensors | dict(out=out, lse=lse), extras, arch)
-    names = names_of(FIELDS, FIRST_EXTRA + len(extras.tensors))
+    names = names_with(FP8_FORWARD, extras)
     return Program(names, [plan.configured()], Workspace(q.device), (out, lse))
 
 

@@ -14,7 +14,6 @@ from ..common.arguments import bias_of, numbers_of, optionals_of, sizes_of, stri
 from ..common.bwd_dbias import attn_bwd_dbias_kernel, sharing_of
 from ..common.bwd_delta import bwd_delta_kernel
 from ..common.bwd_rest import attn_bwd_rest_kernel
-from ..common.operand import names_of
 from ..common.program import Program, TorchStep
 from ..common.results import (
     AFTER_KEYS,
@@ -24,6 +23,7 @@ from ..common.results import (
     backward_of,
     forward_of,
     grads_of,
+    names_with,
     outputs_of,
     records_of,
     sum_sinks,
@@ -54,7 +54,7 @@ def forward_program(
     extras = Extras(**tensors)
     out, lse = outputs_of(problem, q)
     plan = plan_forward(problem, scalars, extras, q=q, k=k, v=v, out=out, lse=lse, arch=arch)
-    names = names_of(FORWARD, 3 + len(extras.tensors))
+    names = names_with(FORWARD, extras)
     return Program(names, [plan.configured()], Workspace(q.device), (out, lse))
 
 
@@ -63,7 +63,7 @@ def backward_program(problem: Problem, scalars: Scalars, arch: str = "", **tenso
     sinks.
     """
     saved, extras = records_of(tensors)
-    names, work = names_of(BACKWARD, len(saved) + len(extras.tensors)), Workspace(saved.q.device)
+    names, work = names_with(BACKWARD, extras), Workspace(saved.q.device)
     grads = grads_of(problem, saved, extras)
     dlse = None if saved.dlse is None else saved.dlse.contiguous()
     # Such as the expanded gradient of a sum

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 from ....problem import Extras, Grads, Problem, Saved, Scalars
-from ...common.operand import names_of
 from ...common.program import Program, Step, TorchStep
 from ...common.results import (
     AFTER_KEYS,
@@ -19,6 +18,7 @@ from ...common.results import (
     BEFORE_KEYS,
     backward_of,
     grads_of,
+    names_with,
     records_of,
     sum_sinks,
 )
@@ -40,7 +40,7 @@ def backward_program(problem: Problem, scalars: Scalars, **tensors: Any) -> Prog
     mark, or around all that reads copies of k and v or writes others of dK and dV.
     """
     saved, extras = records_of(tensors)
-    names = names_of(BACKWARD, len(saved) + len(extras.tensors))
+    names = names_with(BACKWARD, extras)
     cleared, steps, work = [], [BEFORE_KEYS, AFTER_KEYS], Workspace(saved.q.device)
     if saved.q.numel() == 0 or saved.k.numel() == 0:  # a descriptor of no rows is invalid
         cleared = ["dq", "dk", "dv", "dbias"]

@@ -17,9 +17,9 @@ from ....problem import Extras, Problem, Scalars
 from ....tile.types import Pipeline
 from ...common.arguments import aligned, features_of, numbers_of, optionals_of, sizes_of
 from ...common.building import num_sms
-from ...common.operand import Operand, names_of
-from ...common.program import Planned, Program, Step, checked
-from ...common.quantized import COLUMNS, FP8, Quantized, columns_of
+from ...common.program import Program, Step, checked
+from ...common.quantized import COLUMNS, FP8, columns_of
+from ...common.results import FP8_FORWARD, fp8_forward_of, fp8_outputs_of, names_with
 from ...common.workspace import Workspace
 from .. import assembly
 from ..descriptors import Plan, by_head, in_shared, of_queries, ragged_by_head
@@ -34,9 +34,6 @@ from .launch import NO_KEYS, WARPGROUP_ROWS, pack_of, queue_of
 from .transpose import READY, Transposing
 
 Tensor = torch.Tensor
-# What a call passes, in this order; a kernel that transposes V gets it as v_t
-FIELDS = ("q", "k", "v_t", "q_scale", "k_scale", "v_scale", "v_mean", "v_drift", *Extras._fields)
-FIRST_EXTRA = FIELDS.index(Extras._fields[0])
 GL_OUT = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 ASM = assembly.ASM | fp8_operand.ASM | transpose.ASM
 UNIT = 16  # bytes that TMA's strides are multiples of, and elements of 8 bits
@@ -56,15 +53,11 @@ class Fp8Launch(Launch):
 
 def prepare_fp8(
     problem: Problem, scalars: Scalars, out_dtype: torch.dtype, transposes: bool = False
-) -> Callable[[Quantized, Extras], tuple[Tensor, Tensor]]:
+) -> Callable[..., tuple]:
     """The forward of all calls of one signature. Where it `transposes`, they have V in the place of
     V^T.
     """
-    plan = functools.partial(fp8_program, problem, scalars, out_dtype, transposes)
-    run = Planned(FIELDS, plan)
-    return lambda given, extras: run(
-        (given.q, given.k, given.v_t, *given.scales, given.v_mean, given.v_drift, *extras.tensors)
-    )
+    return fp8_forward_of(functools.partial(fp8_program, problem, scalars, out_dtype, transposes))
 
 
 def fp8_program(
@@ -76,10 +69,8 @@ def fp8_program(
 ) -> Program:
     """The one launch, of operands, behind copies of those that TMA cannot read."""
     extras, q, k = Extras(**{x: operands[x] for x in Extras._fields}), operands["q"], operands["k"]
-    batch, seqlen_q, nheads, _ = q.shape
-    out = Operand("out", (batch, seqlen_q, nheads, problem.headdim_v), out_dtype, q.device)
-    lse = Operand("lse", (batch, nheads, seqlen_q), torch.float32, q.device)
-    names, work = names_of(FIELDS, FIRST_EXTRA + len(extras.tensors)), Workspace(q.device)
+    out, lse = fp8_outputs_of(problem, q, out_dtype)
+    names, work = names_with(FP8_FORWARD, extras), Workspace(q.device)
     steps: list[Any] = []
     if k.shape[1] == 0 and not problem.is_packed:
         steps = [NO_KEYS]

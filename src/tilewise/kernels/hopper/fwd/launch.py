@@ -17,9 +17,9 @@ from ....tile.types import Pipeline, Queue, Table
 from ....tuning.config import Key
 from ....tuning.select import architecture, select
 from ...common.arguments import features_of, numbers_of, optionals_of, sizes_of
-from ...common.operand import Gap, Operand, names_of
+from ...common.operand import Gap, Operand
 from ...common.program import Program, TorchStep, checked
-from ...common.results import FORWARD, forward_of, outputs_of
+from ...common.results import FORWARD, forward_of, names_with, outputs_of
 from ...common.workspace import Workspace
 from .. import assembly
 from ..bias_memory import bias_step, has_tiles, in_pairs
@@ -73,7 +73,7 @@ def forward_program(
 ) -> Program:
     """The forward's one launch, of operands, behind copies of those that TMA cannot read."""
     extras = Extras(**tensors)
-    names, work = names_of(FORWARD, 3 + len(extras.tensors)), Workspace(q.device)
+    names, work = names_with(FORWARD, extras), Workspace(q.device)
     out, lse = outputs = outputs_of(problem, q)
     steps: list[Any] = []
     if out.numel() or lse.numel():
