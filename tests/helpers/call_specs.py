@@ -2,17 +2,15 @@
 
 from tilewise.distributed.api.arguments import index_sizes, sharded_call
 from tilewise.distributed.methods import one_launch
-from tilewise.frontend.scalars import band
+from tilewise.frontend.scalars import Numbers
 from tilewise.kernels.common.operand import operands_of
 from tilewise.mods.flatten import modifiers_of
-from tilewise.problem import Extras, Scalars
+from tilewise.problem import Extras
 
 
 def call_of(layout, q, k, v, causal=False, window=None, mask_mod=None, score_mod=None, **options):
     """The checked call of a rank's q, k and v."""
-    left, right = band(window, causal is not False)
-    numbers = {name: options.pop(name, None) for name in ("scale", "softcap")}
-    numbers["dropout_p"] = options.pop("dropout_p", 0.0)
+    numbers = {name: options.pop(name) for name in Numbers._fields if name in options}
     flags = dict(deterministic=False, backend=None, bitwise=True)
     flags |= {name: options.pop(name) for name in flags if name in options}
     return sharded_call(
@@ -20,8 +18,7 @@ def call_of(layout, q, k, v, causal=False, window=None, mask_mod=None, score_mod
         q,
         k,
         v,
-        causal=causal,
-        scalars=Scalars(left=left, right=right, **numbers),
+        numbers=Numbers(causal=causal, window=window, **numbers),
         extras=Extras(**options),
         modifiers=modifiers_of(mask_mod, score_mod, None, index_sizes(layout, q)),
         **flags,

@@ -17,8 +17,7 @@ from ...frontend.scalars import Numbers, check_flag
 from ...mods.flat import FlatMods
 from ...mods.serialize import serialize
 from ...ops import attention as ops
-from ...ops.schema import record_of
-from ...problem import Extras, Scalars
+from ...problem import Extras
 from ...tile.dropout_numbers import draw_rng
 from ..layouts.layout import Layout
 from ..methods.grads import LEARNED
@@ -33,8 +32,7 @@ def sharded_call(
     k: Tensor,
     v: Tensor,
     *,
-    causal: bool | str,
-    scalars: Scalars,
+    numbers: Numbers,
     extras: Extras,
     modifiers: FlatMods,
     deterministic: bool,
@@ -42,10 +40,8 @@ def sharded_call(
     bitwise: bool,
     learns: bool = False,
 ) -> ShardCall:
-    """Checks the call of this rank's q, k and v, (batch, tokens, heads, headdim). `scalars` are as
-    the caller wrote them, but for the band.
-    """
-    p, rng = scalars.dropout_p, extras.dropout_rng
+    """Checks the call of this rank's q, k and v, (batch, tokens, heads, headdim)."""
+    p, rng = numbers.dropout_p, extras.dropout_rng
     if p and rng is None:
         if layout.ranks > 1:
             raise ArgumentError(
@@ -54,8 +50,6 @@ def sharded_call(
             )
         rng = draw_rng(q.device)
     extras = extras._replace(dropout_rng=rng if p else None, captured=modifiers.captured)
-    window = scalars.left, scalars.right
-    numbers = record_of(Numbers, scalars._asdict() | dict(causal=causal, window=window))
     call = check(
         q,
         k,
@@ -94,7 +88,7 @@ def sharded_call(
     names = zip("qkv", (q, k, v))
     shapes = [f"{name} {(x.shape[0], layout.seqlen, *x.shape[2:])}" for name, x in names]
     shapes.append(str(q.dtype).removeprefix("torch."))
-    return checked._replace(signature=_signature(checked, shapes, causal=causal, written=scalars))
+    return checked._replace(signature=_signature(checked, numbers, shapes=shapes))
 
 
 def index_sizes(layout: Layout, q: Tensor) -> tuple[int, int, int, int]:
@@ -115,13 +109,13 @@ def refuse_captured_gradients(modifiers: FlatMods) -> None:
         )
 
 
-def _signature(call: ShardCall, shapes: list[str], *, causal: bool | str, written: Scalars) -> str:
+def _signature(call: ShardCall, numbers: Numbers, *, shapes: list[str]) -> str:
     """Writes the call as a text, without the tokens, of which each rank has its own number."""
     layout, rng = call.layout, call.extras.dropout_rng
     if rng is not None:  # what is on a GPU is not read: that would wait for it
         rng = tuple(rng.tolist()) if rng.device.type == "cpu" else "of the device"
-    options: dict[str, Any] = written._asdict() | dict(left=None, right=None)
-    options["dropout_p"] = written.dropout_p or None
+    options: dict[str, Any] = numbers._asdict()
+    options |= dict(causal=None, window=None, dropout_p=numbers.dropout_p or None)
     for name, x in zip(Extras._fields, call.extras.optional):
         options[name] = rng if name == "dropout_rng" else x if x is None else tuple(x.shape)
     options["mask_mod"] = _digest(serialize(call.mods.mask))
@@ -130,7 +124,7 @@ def _signature(call: ShardCall, shapes: list[str], *, causal: bool | str, writte
     parts = [
         *shapes,
         f"{layout.kind} over {layout.ranks} ranks ({_layout_digest(layout)})",
-        f"causal={causal}, window={tuple(call.band)}",
+        f"causal={numbers.causal}, window={tuple(call.band)}",
         "with a gradient" if call.learns else "without a gradient",
         *(f"{name}={value}" for name, value in options.items() if value is not None),
     ]

@@ -11,7 +11,7 @@ import torch
 from ...errors import ArgumentError, a_type
 from ...features import FEATURES, refuse
 from ...frontend.checks import check_rank, check_tensor
-from ...frontend.scalars import Window, band, check_causal, check_flag
+from ...frontend.scalars import Numbers, Window, check_flag
 from ...frontend.scalars import check_layout as check_order
 from ...keywords import refuses_others, unexpected
 from ...mods.flatten import modifiers_of
@@ -19,7 +19,7 @@ from ...ops import attention as ops
 from ...ops.autocast import is_any_autocast_on
 from ...ops.calls import resolved
 from ...ops.context_parallel import unsharded
-from ...problem import Extras, Scalars
+from ...problem import Extras
 from ...tile.dropout_numbers import check_dropout
 from ..layouts.layout import Layout
 from ..transport.arena import reporting
@@ -123,7 +123,7 @@ def attention(
             check_tensor(name, x)
         places = None
         if dtensor.are_dtensors(q, k, v):
-            places = dtensor.places_of(layout, q, k, v, order=order)
+            places = dtensor.places_of(layout, q, k=k, v=v, order=order)
             dtensor.check_indices(places, mask_mod, score_mod=score_mod, dropout_p=dropout_p)
             inputs: Any = q, k, v
             q, k, v = (x.to_local() for x in inputs)
@@ -138,13 +138,13 @@ def attention(
             _refuse(others)
             q, k, v = _ordered(q, k, v=v, order=order, is_packed=is_packed)
             check_rank(q, k, v=v)
-            check_causal(causal)
-            left, right = band(window, causal is not False)
-            numbers: Any = dict(scale=scale, softcap=softcap, dropout_p=check_dropout(dropout_p))
+            p = check_dropout(dropout_p)
+            numbers = Numbers(
+                scale=scale, softcap=softcap, dropout_p=p, causal=causal, window=window
+            )
             sizes = (q.shape[0], q.shape[2], 0, 0) if is_traced else index_sizes(layout, q)
             arguments: Any = dict(
-                causal=causal,
-                scalars=Scalars(left=left, right=right, **numbers),
+                numbers=numbers,
                 extras=Extras(alibi_slopes, sinks, dropout_rng=dropout_rng),
                 modifiers=modifiers_of(mask_mod, score_mod, None, sizes),
                 deterministic=deterministic,

@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d
 
 from ...features import OPERATORS, SHARDED_TYPES, schema_of
 from ...frontend.checks import check_rank, check_tensors
-from ...frontend.scalars import band, check_causal, check_flag
+from ...frontend.scalars import Numbers, check_causal, check_flag
 from ...mods.expressions import lookup
 from ...mods.flat import FlatMods, count_tensors
 from ...mods.flatten import modifiers_of
@@ -28,7 +28,7 @@ from ...ops.calls import PLAIN_TENSORS
 from ...ops.context_parallel import unsharded
 from ...ops.schema import SAVED, SAVED_TENSORS, no_double_backward, record_of
 from ...ops.schema import operator as define
-from ...problem import INPUTS, Extras, Saved, Scalars
+from ...problem import INPUTS, Extras, Saved
 from ...tile.dropout_numbers import draw_rng
 from ..layouts.layout import Layout
 from ..methods.grads import LEARNED
@@ -56,22 +56,24 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
-    scalars: Scalars,
+    numbers: Numbers,
     extras: Extras,
     modifiers: FlatMods,
-    causal: bool | str,
     **flags: Any,
 ) -> tuple[Tensor, Tensor]:
     """Calls the operator: `out` and `lse` of a rank's rows, (batch, tokens, heads, headdim)."""
     refuse_captured_gradients(modifiers)
-    if scalars.dropout_p and extras.dropout_rng is None and layout.ranks == 1:
+    if numbers.dropout_p and extras.dropout_rng is None and layout.ranks == 1:
         extras = extras._replace(dropout_rng=draw_rng(q.device))
-    values = flags | scalars._asdict() | extras._asdict()
+    left, right = numbers.sides()
+    values: dict[str, Any] = (
+        flags | numbers._asdict() | extras._asdict() | dict(left=left, right=right)
+    )
     values |= {name: check_flag(name, flags[name]) for name in ("deterministic", "bitwise")}
     values |= dict(
         captured=list(modifiers.captured) or None,
         layout=layout.table,
-        causal="" if causal is False else check_causal(causal),
+        causal="" if numbers.causal is False else check_causal(numbers.causal),
         mask_mod=serialize(modifiers.mods.mask),
         score_mod=serialize(modifiers.mods.score),
         needs_grad=ops.needs_grad(q, k, v, values[LEARNED]),
@@ -104,15 +106,14 @@ def _spec_of(
         captured = captured[count_tensors(name) :]
     if values["score_mod"]:
         score = ScoreMod(lookup(deserialize(values["score_mod"], SCORE_FUNCTION)), captured)
-    left, right = band((values["left"], values["right"]), causal is not False)
+    values |= dict(causal=causal, window=(values["left"], values["right"]))
     check_rank(q, k, v=v)
     return sharded_call(
         layout,
         q,
         k,
         v=v,
-        causal=causal,
-        scalars=record_of(Scalars, values | dict(left=left, right=right)),
+        numbers=record_of(Numbers, values),
         extras=record_of(Extras, values),
         modifiers=modifiers_of(mask, score, None, index_sizes(layout, q)),
         deterministic=values["deterministic"],
@@ -145,14 +146,14 @@ def _layout_of(numbers: tuple[int, ...], group: Any) -> Layout:
 
 def _forward(arguments: tuple) -> tuple[Tensor, ...]:
     q, k, v, *call = arguments
-    with _running(q, k, v, call) as (arena, spec, method):
+    with _running(q, k, v=v, call=call) as (arena, spec, method):
         results = attend(arena, spec, q=q, k=k, v=v, method=method, return_lse=True)
     return tuple(x.contiguous() for x in results if x is not None)
 
 
 def _backward(arguments: tuple) -> tuple[Tensor, ...]:
     saved, call = Saved._make(arguments[:SAVED_TENSORS]), arguments[SAVED_TENSORS:]
-    with _running(saved.q, saved.k, saved.v, call) as (arena, spec, method):
+    with _running(saved.q, saved.k, v=saved.v, call=call) as (arena, spec, method):
         grads = backward(arena, spec, saved, method=method)
     absent = saved.q.new_empty(0)
     return tuple(absent if x is None else x.contiguous() for x in grads[:GRADS])

@@ -70,7 +70,9 @@ def pull_keys(
     if len(pulls) == 1:
         marks = [x for x in marks for _ in layout.spans]
     keys, values = memory
-    return rows.PulledKeys(keys, values, arena, marks=tuple(marks), is_packed=packing is not None)
+    return rows.PulledKeys(
+        keys, values, arena=arena, marks=tuple(marks), is_packed=packing is not None
+    )
 
 
 @functools.lru_cache(maxsize=256)

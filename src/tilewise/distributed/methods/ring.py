@@ -65,7 +65,7 @@ def calls_by_rank(spec: ShardCall) -> dict[int, list[RunCall]]:
     for step in range(layout.ranks):
         rank = (layout.rank - step) % layout.ranks
         pairs = itertools.product(layout.spans, layout.at(rank).spans)
-        found_calls = (call_between(queries, keys, spec.band) for queries, keys in pairs)
+        found_calls = (call_between(queries, keys, band=spec.band) for queries, keys in pairs)
         calls[rank] = [x for x in found_calls if x is not None]
     return {rank: x for rank, x in calls.items() if x}
 

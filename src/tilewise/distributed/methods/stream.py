@@ -85,7 +85,7 @@ def backward(arena: Arena, spec: ShardCall, saved: Saved) -> Grads:
         of_group, part = _of_heads(spec, part, group=group, nheads_k=k.shape[2])
         part = part._replace(k=keys.k, v=keys.v)
         sums = Sums(arena, spec, signature=f"the sums of {signature}", dtype=dtype)
-        query_grads.append(module.gradients(of_group, part, keys, add_key_grads=sums.begin))
+        query_grads.append(module.gradients(of_group, part, pulled=keys, add_key_grads=sums.begin))
         key_grads.append(sums.finish())
     dk, dv = (x[0] if len(x) == 1 else torch.cat(x, 2) for x in zip(*key_grads))
     grads = joined(query_grads).with_keys(dk, dv, extras=spec.extras)

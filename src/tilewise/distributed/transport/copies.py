@@ -181,7 +181,9 @@ def places_of(tensors: Sequence[Tensor]) -> tuple[Place, ...]:
         by_head, size = x.dim() == 3, x.itemsize
         of_token = size if by_head else x.stride(1) * size
         of_head = size * (x.stride(1) if by_head else x.shape[3])
-        places.append(Place(number, 0, x.stride(0) * size, of_token=of_token, of_head=of_head))
+        places.append(
+            Place(number, 0, of_row=x.stride(0) * size, of_token=of_token, of_head=of_head)
+        )
     return tuple(places)
 
 
