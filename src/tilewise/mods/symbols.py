@@ -12,7 +12,7 @@ import torch
 
 from ..errors import ArgumentError
 from . import expressions, functions
-from .expressions import BOOL, FLOAT, INT, Node
+from .expressions import BOOL, Node
 
 
 class Tracer(Protocol):
@@ -70,8 +70,7 @@ class Symbol:
     def _new(self, name: str, value: int, size, dtype) -> Symbol:
         if size != ():
             raise no_meaning(self.tracer, f"`.{name}` of shape {size!r}", "the shape must be ()")
-        kind = self.kind if dtype is None else expressions.kind_of_dtype(dtype)
-        return self.tracer.lift({BOOL: bool, INT: int, FLOAT: float}[kind](value))
+        return functions.filled(self, value, dtype=dtype)
 
     def __pow__(self, other) -> Symbol:
         return named(self.tracer, "pow", args=(self, other), kwargs={})
@@ -101,13 +100,10 @@ def no_meaning(tracer: Tracer, what: str, remedy: str = "") -> ArgumentError:
     )
 
 
-# By the names of methods
-BINARY = {
-    **{"add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%"},
-    **{"lshift": "<<", "rshift": ">>", "and": "&", "or": "|", "xor": "^"},
-}
-COMPARED = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
-UNARY = {"invert": "~", "neg": "neg", "abs": "abs"}
+# Names of methods, by which `functions.ALIASES` has the operators
+BINARY = tuple("add sub mul truediv floordiv mod lshift rshift and or xor".split())
+COMPARED = ("lt", "le", "gt", "ge", "eq", "ne")
+UNARY = ("invert", "neg", "abs")
 TRUTH = (
     "the truth of {0} (`and`, `or`, `not`, `if` or a chained comparison)",
     "join with &, | and ~, each comparison in brackets, and choose with tilewise.mods.where",
@@ -148,12 +144,13 @@ def _attach() -> None:
 
         return refuse
 
-    for name, op in (BINARY | COMPARED).items():
-        setattr(Symbol, f"__{name}__", of_two(op))
-    for name, op in BINARY.items():
-        setattr(Symbol, f"__r{name}__", of_two_swapped(op))
-    for name, op in UNARY.items():
-        setattr(Symbol, f"__{name}__", of_one(op))
+    ops = functions.ALIASES
+    for name in BINARY + COMPARED:
+        setattr(Symbol, f"__{name}__", of_two(ops[name]))
+    for name in BINARY:
+        setattr(Symbol, f"__r{name}__", of_two_swapped(ops[name]))
+    for name in UNARY:
+        setattr(Symbol, f"__{name}__", of_one(ops.get(name, name)))
     for name, (subject, remedy) in REFUSED.items():
         setattr(Symbol, f"__{name}__", refused(subject, remedy))
 
