@@ -5,7 +5,10 @@ import shlex
 
 import pytest
 
+from tilewise.features import OPTIONS
+
 from . import __main__ as command
+from . import cached_cases
 from .cases import FEATURES, case
 from .formulas import MASKS, SCORES
 from .functions import LEARNED, READS
@@ -30,6 +33,11 @@ def test_half_of_the_cases_and_more_have_no_softcap(lane):
     """A cap bounds the scores, and so hides what is wrong with large ones."""
     capped = sum(case(seed, lane).look.has_softcap for seed in MANY)
     assert len(MANY) / 20 <= capped <= len(MANY) / 2
+
+
+@pytest.mark.parametrize("drawn", [FEATURES, cached_cases.FEATURES], ids=["calls", "caches"])
+def test_options_of_the_table_are_drawn(drawn):
+    assert {"slopes" if name == "alibi" else name for name in OPTIONS} <= set(drawn)
 
 
 @pytest.mark.parametrize("lane", [x for x in LANES.values() if not x.looks], ids=lambda x: x.name)

@@ -113,7 +113,7 @@ def save(ctx: Any, call: Call, tensors: tuple, output: tuple) -> None:
     ctx.call = call
 
 
-def _backward(ctx, grads_of_outputs: tuple[Any, ...]) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, *grads_of_outputs: Any) -> tuple[Tensor | None, ...]:
     """Gradients of the call, which has none, of q, k, v and the extras."""
     dout, dlse = grads_of_outputs
     out, lse, q, k, v, *tensors = ctx.saved_tensors
@@ -142,7 +142,7 @@ def differentiated(call: Call, saved: Saved, extras: Extras) -> Grads:
         )
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         # create_graph or a functorch transform: the gradients are to be differentiated in turn.
-        return Grads._make(apply(_AttentionBackward, call, (*saved, *extras.tensors)))
+        return Grads._make(apply(AttentionBackward, call, (*saved, *extras.tensors)))
     return Grads._make(_backward_of(call, saved, extras))
 
 
@@ -201,9 +201,7 @@ class _EagerAttention(torch.autograd.Function):
         save(ctx, call, tensors=(q, k, v, *tensors), output=output)
         return output
 
-    @staticmethod
-    def backward(ctx, *grads):
-        return _backward(ctx, grads)
+    backward = staticmethod(_backward)
 
 
 _apply_eagerly = eager_apply(_EagerAttention)
@@ -223,9 +221,7 @@ class _Attention(torch.autograd.Function):
         call, *tensors = inputs
         save(ctx, call, tensors=tuple(tensors), output=output)
 
-    @staticmethod
-    def backward(ctx, *grads):
-        return _backward(ctx, grads)
+    backward = staticmethod(_backward)
 
     @staticmethod
     def jvp(ctx, *tangents):
@@ -242,19 +238,13 @@ class _Attention(torch.autograd.Function):
         return batching.forward(attend, counts_rows, info.batch_size, in_dims[1:], tuple(tensors))
 
 
-class _AttentionBackward(Once):
+class AttentionBackward(Once):
     """The backward."""
 
     @staticmethod
     def forward(call, *tensors):
         saved, extras = Saved._make(tensors[:SAVED_TENSORS]), extras_of(tensors[SAVED_TENSORS:])
         return _backward_of(call, saved, extras)
-
-    @staticmethod
-    def vmap(info, in_dims, *args):
-        call, *tensors = args
-        differentiate = functools.partial(apply, _AttentionBackward, call)
-        return batching.one_by_one(differentiate, info.batch_size, in_dims[1:], tuple(tensors))
 
 
 def _backward_of(call: Call, saved: Saved, extras: Extras) -> tuple[Tensor, ...]:

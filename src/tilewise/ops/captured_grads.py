@@ -19,7 +19,7 @@ from ..mods.derivative import by_loads
 from ..mods.flat import captured_by_score
 from ..problem import Call, Extras, Saved, extras_of
 from . import vmap as batching
-from .operators import parts_of, problem_from
+from .operators import map_in_a_loop, parts_of, problem_from
 from .schema import (
     BACKWARD,
     CALL,
@@ -67,14 +67,8 @@ class _CapturedGrads(Once):
         saved, extras = Saved._make(tensors[:SAVED_TENSORS]), extras_of(tensors[SAVED_TENSORS:])
         return _computed(call, wanted, saved, extras)
 
-    @staticmethod
-    def vmap(info, in_dims, *args):
-        call, wanted, tensors = *args[:2], args[2:]
 
-        def compute(tensors: tuple) -> tuple[Tensor, ...]:
-            return apply(_CapturedGrads, call, (wanted, *tensors))
-
-        return batching.one_by_one(compute, info.batch_size, in_dims[2:], tuple(tensors))
+map_in_a_loop(_CapturedGrads)
 
 
 def _computed(call: Call, wanted: list[int], saved: Saved, extras: Extras) -> tuple[Tensor, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from .schema import (
     SAVED,
     SAVED_TENSORS,
     Options,
+    apply,
     check_devices,
     flat,
     no_double_backward,
@@ -123,6 +125,19 @@ def _op_backward(ctx, dout, dlse):
         ctx.call, grads, saved=saved, extras=extras, needs=needs if is_list else ()
     )
     return *grads[:captured], list(grads[captured:]) if is_list else None, *after
+
+
+def map_in_a_loop(function: Any) -> None:
+    """Gives a Function of a call and tensors the vmap rule of `one_by_one`."""
+
+    def vmap(info, in_dims, call, *tensors):
+        compute = functools.partial(apply, function, call)
+        return batching.one_by_one(compute, info.batch_size, in_dims[1:], tensors)
+
+    function.vmap = staticmethod(vmap)
+
+
+map_in_a_loop(ops.AttentionBackward)
 
 
 def _forward_vmap(info, in_dims, *args):

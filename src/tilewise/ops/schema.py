@@ -42,7 +42,6 @@ class Options(NamedTuple):
         return Mods(deserialize(self.mask_mod, MASK), score, derivative, (rows, keys))
 
 
-NUMBERS = len(Scalars._fields)
 CALL_NAMES = *Extras._fields, *Scalars._fields, *Options._fields[1:]
 CALL = schema_of(CALL_NAMES)
 FORWARD = "q", "k", "v", *CALL_NAMES
@@ -134,7 +133,8 @@ def flat(args: tuple, before: int) -> tuple[tuple, tuple]:
 
 def options_from(values: Sequence[Any]) -> Options:
     """Options of an operator's arguments after its tensors."""
-    return Options._make((Scalars._make(values[:NUMBERS]), *values[NUMBERS:]))
+    numbers = len(Scalars._fields)
+    return Options._make((Scalars._make(values[:numbers]), *values[numbers:]))
 
 
 no_double_backward = refusing(

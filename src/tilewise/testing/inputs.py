@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -103,19 +103,14 @@ def guarded(x: Tensor) -> Tensor:
     return memory.as_strided(x.shape, strides, MARGIN).copy_(x)
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-    """Contiguous (batch, seqlen, nheads, headdim)."""
-    return guarded(q), guarded(k), guarded(v)
+def swapped(dim: int, other: int) -> Callable[..., tuple[Tensor, ...]]:
+    """Makes views of memory with two dimensions of (batch, seqlen, nheads, headdim) swapped."""
 
+    def place(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        tensors = (x.transpose(dim, other).contiguous() for x in (q, k, v))
+        return tuple(guarded(x).transpose(dim, other) for x in tensors)
 
-def transposed(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-    """Views of (batch, nheads, seqlen, headdim) memory."""
-    return tuple(guarded(x.transpose(1, 2).contiguous()).transpose(1, 2) for x in (q, k, v))
-
-
-def sequence_first(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-    """Views of (seqlen, batch, nheads, headdim) memory."""
-    return tuple(guarded(x.transpose(0, 1).contiguous()).transpose(0, 1) for x in (q, k, v))
+    return place
 
 
 def sliced(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
@@ -143,7 +138,12 @@ def expanded(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
 
 
 MEMORY = {
-    maker.__name__: maker for maker in (dense, transposed, sequence_first, sliced, packed, expanded)
+    "dense": swapped(0, 0),
+    "transposed": swapped(1, 2),
+    "sequence_first": swapped(0, 1),
+    "sliced": sliced,
+    "packed": packed,
+    "expanded": expanded,
 }
 
 
