@@ -139,7 +139,7 @@ def launches(rank):
     arena = arena_of(dist.group.WORLD, torch.device("cuda", rank))
     assert arena.counts_pieces, "the driver writes no numbers in the order of a stream"
     launched, attend = [], one_launch.attend
-    one_launch.attend = lambda *x: launched.append(0) or attend(*x)
+    one_launch.attend = lambda *x, **named: launched.append(0) or attend(*x, **named)
     delays, counted = Delays(arena, rank), 0
     cases = [Whole(**CASES[name]) for name in ("causal", "window", "documents", "headdim 64")]
     for case in cases:

@@ -33,7 +33,8 @@ def keys_to_queries(
     which the others pull. There is a list of pieces for each group and each list of pulls.
     """
     blocks = functools.partial(Blocks, kinds, groups, batch=batch, side_by_side=side_by_side)
-    halves, whole = [blocks(tokens=_count(runs)) for runs in shared], blocks(tokens=tokens)
+    counts = [sum(stop - start for start, stop in runs) for runs in shared]
+    halves, whole = [blocks(tokens=count) for count in counts], blocks(tokens=tokens)
     me, my_shared = layout.rank, shared[layout.rank]
     rows = []
     for group, kind, b in itertools.product(groups, range(len(kinds)), range(batch)):
@@ -51,15 +52,15 @@ def keys_to_queries(
         [x._replace(row=place_among(shared[x.rank], x.row)) for x in part if x.rank != me]
         for part in pulls
     ]
-    pieces = tuple(
-        tuple(_key_pieces(halves, whole, group=group, pulls=part))
-        for group, part in itertools.product(groups, remote)
-    )
-    return CopyList(max(x.nbytes for x in halves), Table(rows), pieces=pieces)
-
-
-def _count(runs: Iterable[Run]) -> int:
-    return sum(stop - start for start, stop in runs)
+    pieces = []
+    for group, part in itertools.product(groups, remote):
+        of_list: list[Piece] = []
+        for pull, kind, b in itertools.product(part, range(len(whole.sizes)), range(batch)):
+            source = halves[pull.rank].joint_place(kind, group).moved(pull.row, row=b)
+            target = whole.place(kind, group).moved(pull.start, row=b)
+            of_list += _pieces(pull.rank, source, target=target, tokens=pull.stop - pull.start)
+        pieces.append(tuple(of_list))
+    return CopyList(max(x.nbytes for x in halves), Table(rows), pieces=tuple(pieces))
 
 
 def place_among(rows: Iterable[Run], row: int) -> int:
@@ -74,17 +75,6 @@ def place_among(rows: Iterable[Run], row: int) -> int:
             return before + row - start
         before += stop - start
     raise ValueError(f"row {row} is none of those that are published")
-
-
-def _key_pieces(
-    halves: list[Blocks], whole: Blocks, *, group: range, pulls: Iterable[Pull]
-) -> Iterator[Piece]:
-    buffers = 1 if whole.side_by_side else len(whole.kinds)
-    for pull in pulls:
-        for kind, b in itertools.product(range(buffers), range(whole.batch)):
-            source = halves[pull.rank].joint_place(kind, group).moved(pull.row, row=b)
-            target = whole.place(kind, group).moved(pull.start, row=b)
-            yield from _pieces(pull.rank, source, target=target, tokens=pull.stop - pull.start)
 
 
 def _pieces(
