@@ -28,7 +28,7 @@ FEATURES = {
 HEADDIMS = [(64, 64), (128, 128), (192, 128), (256, 256)]
 # Bytes a thread may spill by Triton 3.6, once a tile, or in the loop of copies of short pages
 IS_3_6 = triton.__version__.startswith("3.6.")
-MOST = {8: 600, 16: 100, 64: 40, 256: 40} if IS_3_6 else dict.fromkeys((8, 16, 64, 256), 800)
+MOST = {8: 600, 16: 150, 64: 40, 256: 40} if IS_3_6 else dict.fromkeys((8, 16, 64, 256), 800)
 
 
 def compiled(headdims, page_size, causal, window=None, softcap=None, alibi=False, sinks=False):
@@ -88,7 +88,8 @@ def test_decodes_of_packed_steps_compile(headdims, page_size):
     assert sizes["smem"] <= SMEM_LIMIT["sm90"] and not sizes["wgmma_serialized"], sizes
     assert not sizes["copies_apart"] and not sizes["idle_barriers"], sizes
     assert "griddepcontrol.launch_dependents" in kernel.asm["ptx"]
-    loops = innermost_loops(kernel, "HGMMA")[0], innermost_loops(kernel, "UTMALDG")[0]
+    copies = "LDGSTS" if page_size == 16 else "UTMALDG"
+    loops = innermost_loops(kernel, "HGMMA")[0], innermost_loops(kernel, copies)[0]
     assert not IS_3_6 or sum(map(spills_in, loops)) == 0
 
 
@@ -105,7 +106,8 @@ def test_pages_compile(headdims, page_size, name):
     assert not found["copies_apart"] and not found["idle_barriers"], found
     assert tile.PAGE == min(page_size, tile.BLOCK_N)
     loops = innermost_loops(kernel, "HGMMA")[:2]  # of each warpgroup
-    assert not IS_3_6 or max(headdims) > 128 or sum(map(spills_in, loops)) == 0
+    few = 2 * (page_size == 8)  # while the load warp's 64 copies a block take longer
+    assert not IS_3_6 or max(headdims) > 128 or sum(map(spills_in, loops)) <= few
     copies = innermost_loops(kernel, "UTMALDG")[0]
     assert not IS_3_6 or page_size < 64 or spills_in(copies) == 0
 

@@ -36,8 +36,8 @@ OF_FEATURES = 420
 # Where 64 rows are over these bounds, by headdims, pages and features: a thread has 16 sums of P,
 # in the order of operands that are swapped, for 2. Once a part; in the loop a tree's alone
 OVER = {
-    **{(128, page, name): 24 for page in (None, 16, 3) for name in ("plain", "causal")},
-    (256, 3, "everything"): 444,
+    **{(128, page, name): 24 for page in (None, 64, 16) for name in ("plain", "causal")},
+    (256, 16, "everything"): 444,
 }
 OVER_SHARED = {
     ((192, 128), 16, "causal"): 584,
@@ -80,7 +80,7 @@ def assert_fits(kernel, most):
     return found
 
 
-CASES = itertools.product((8, 64), (64, 128, 256), (None, 16, 3), VARIANTS)
+CASES = itertools.product((8, 64), (64, 128, 256), (None, 64, 16), VARIANTS)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_decoding_compiles(rows, headdim, page_size, name, monkeypatch):
     if headdim <= 128 and name in ("plain", "causal"):
         assert spills_in(innermost_loops(kernel, "HGMMA")[0]) == 0
     copies = kernel.asm["ptx"].count("cp.async.cg.shared.global")
-    assert (copies > 0) == (page_size == 3) and (found["UTMALDG"] > 0) == (page_size != 3)
+    assert (copies > 0) == (page_size == 16) and (found["UTMALDG"] > 0) == (page_size != 16)
     if page_size is not None:  # entries of the page table are loaded once for K and V of a block
         loop = innermost_loops(kernel, "LDGSTS" if copies else "UTMALDG")[0]
         assert sum(bool(re.search(r"\bLDG\b", line)) for line in loop) == 1
@@ -179,11 +179,11 @@ def test_folds_round_alike_in_all_kernels(monkeypatch):
 SPILLS_8 = {64: 280, 128: 0, 256: 400} if IS_3_6 else dict.fromkeys((64, 128, 256), 500)
 IN_LOOP_8 = {64: 0, 128: 0, 256: 9} if IS_3_6 else dict.fromkeys((64, 128, 256), 16)
 KEPT = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}
-CASES_8 = itertools.product((64, 128, 256), (16, 3), KEPT, ("head", "row"))
+CASES_8 = itertools.product((64, 128, 256), (64, 16), KEPT, ("head", "row"))
 
 
 @pytest.mark.parametrize(
-    "headdim, page_size, kept, scales", sample_rows(CASES_8, (64, 3, "int8", "row"))
+    "headdim, page_size, kept, scales", sample_rows(CASES_8, (64, 16, "int8", "row"))
 )
 def test_eight_bits_compile(headdim, page_size, kept, scales):
     kernel = compiled(headdim, page_size, causal=True, kept=KEPT[kept], scales=scales)
@@ -197,7 +197,7 @@ def test_eight_bits_compile(headdim, page_size, kept, scales):
     assert "cvt.bf16.f16" not in ptx and "cvt.rn.f32.s8" not in ptx
     conversion = "cvt.rn.f16x2.e4m3x2" if kept == "e4m3" else "sub.rn.bf16x2"
     assert conversion in ptx
-    assert (found["UTMALDG"] > 0) == (page_size != 3)
+    assert (found["UTMALDG"] > 0) == (page_size != 16)
 
 
 ROWS_8 = [*itertools.product((64, 128), (8, 16, 32, 64)), (256, 32)]

@@ -10,6 +10,7 @@ from helpers.caches import contiguous, paged, sequences
 
 import tilewise
 from tilewise.kernels.hopper.fwd import cached as schedules
+from tilewise.kernels.hopper.fwd.parts_launch import whole_of
 from tilewise.ops import calls
 from tilewise.testing.tolerance import assert_within
 
@@ -83,6 +84,20 @@ def test_the_formula_and_the_bits(name, queries, headdims, heads, options):
     rough = tilewise.attention_reference(*(x.cuda() for x in (q, k, v)), upcast=False, **words)
     for what, *triple in zip(("out", "lse"), found, exact, rough):
         assert_within(*triple, what)
+
+
+@pytest.mark.parametrize("batch", [5, 8])
+def test_tiles_that_one_program_computes_have_the_bits_of_shared_ones(batch, parts):
+    """Of 5 sequences most tiles, of 8 all are those of one program; alone, none is."""
+    lengths = [4096, 3000, 31, 0, 4000, 2048, 700, 4095][:batch]
+    s = sequences([128] * batch, lengths, (32, 8), (128, 128), BF16, batch)
+    found = run(s, 16, causal=True)
+    assert 0 < whole_of(32 * batch, parts[-1], 132)
+    for i in range(batch):
+        alone = run(type(s)(*(x[i : i + 1] for x in s)), 16, seed=i, causal=True)
+        assert_equal([x[0] for x in alone], [x[i] for x in found])
+    for _ in range(20):
+        assert_equal(run(s, 16, causal=True), found)
 
 
 def test_graphs_and_later_launches_are_of_their_own_tensors():

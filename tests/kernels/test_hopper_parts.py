@@ -106,6 +106,26 @@ def test_a_sequence_of_few_keys_uses_few_parts(shared, monkeypatch):
     assert_equal([x[0] for x in alone], [x[1] for x in found])
 
 
+@pytest.mark.parametrize("name", sample(FEATURES, "window"))
+@pytest.mark.parametrize("whole", sample([1, 2, 3, 4], 3))
+def test_a_program_that_has_all_parts_of_a_tile_sums_them_alike(name, whole, monkeypatch):
+    """Of `whole` tiles, while programs share the parts of the others."""
+    s = drawn()
+    monkeypatch.setattr(parts_launch, "whole_of", lambda tiles, count, sms: 0)
+    shared_by_all = run(s, 16, **FEATURES[name])
+    asked = []
+    monkeypatch.setattr(parts_launch, "whole_of", lambda *of: asked.append(of) or whole)
+    assert_equal(run(s, seed=1, **FEATURES[name]), shared_by_all)
+    assert asked == [(4, 3, 132)]
+
+
+def test_how_many_tiles_are_whole():
+    """None where parts fill the SMs, all where tiles do, else whole turns of them."""
+    tiles = (32, 64, 96, 128, 132, 160, 256, 264, 288)
+    found = [parts_launch.whole_of(n, 4, 132) for n in tiles]
+    assert found == [0, 0, 0, 128, 132, 132, 256, 264, 264]
+
+
 def test_how_many_parts():
     """By what takes least time alone: whole turns of the SMs, none in a short window."""
     tiles, blocks = (8, 16, 32, 64, 96, 128, 132), (2, 4, 8, 16, 256)

@@ -33,10 +33,11 @@ class Table(NamedTuple):
 class Parts(NamedTuple):
     """The parts that the keys of each tile are divided into, and the memory of their states."""
 
-    acc_o: torch.Tensor  # fp32, rows by tile, warpgroup, part
+    acc_o: torch.Tensor  # fp32, rows by tile, part, warpgroup, then by program, warpgroup
     m_i: torch.Tensor
     l_i: torch.Tensor
     count: int
+    whole: int  # tiles of which one program computes all parts; they come first
 
 
 class Optionals(NamedTuple):

@@ -25,7 +25,6 @@ from ....problem import Problem
 from ....tile.paging import batch_of, capacity
 from ....tile.types import Table
 from ...common.alignment import TMA, misplaced
-from ...common.building import num_sms
 from ...common.cached import Cached
 from ...common.decode_step import DecodeStep, program_of, run
 from ...common.operand import Within
@@ -35,7 +34,7 @@ from ..decode.tiles import is_box
 from ..descriptors import is_in_steps, ragged_steps
 from ..layouts import column_groups
 from .launch import KeyCache, pack_of, plan_for, steps_of
-from .parts_launch import BLOCKS, SMS, count_of
+from .parts_launch import BLOCKS, count_of, sms_of
 
 Tensor = torch.Tensor
 TILE_ROWS = 128  # of queries, times the query heads of a key head where these share a tile
@@ -176,8 +175,7 @@ def parts_of(cached: Cached, problem: Problem) -> int:
     seqlen_q, pack = q.shape[1], pack_of(problem, q.shape[1])
     heads = problem.nheads_k if pack > 1 else problem.nheads
     tiles = heads * triton.cdiv(seqlen_q * pack, TILE_ROWS)
-    sms = num_sms(q.device) if q.device.type == "cuda" else SMS
-    return count_of(tiles, sms=sms, blocks=blocks)
+    return count_of(tiles, sms=sms_of(q.device), blocks=blocks)
 
 
 def pages_of(cached: Cached) -> Table | None:

@@ -18,7 +18,7 @@ from ..pipeline import make_barrier
 from ..rescale import rounded_off
 from ..tma import store_ragged
 from ..work import key_head
-from .parts import leave_part
+from .parts import is_written, leave_state, state_so_far
 from .rows import head_of_row, query_of_row
 from .varlen import place_in, rows_in
 
@@ -69,7 +69,13 @@ def write_tile(
     if call.optionals.parts is None:
         write_rows(acc_o, m_i, l_i, work, output, call, parity, WG, FEATURES, TILE)
     else:
-        leave_part(acc_o, m_i, l_i, work, call.optionals.parts, WG, TILE)
+        parts = call.optionals.parts
+        state = state_so_far(acc_o, m_i, l_i, work, parts, WG, TILE)
+        acc_o, m_i, l_i = state
+        if is_written(work):
+            write_rows(acc_o, m_i, l_i, work, output, call, parity, WG, FEATURES, TILE)
+        else:
+            leave_state(state, work, parts, WG=WG, TILE=TILE)
 
 
 @gluon.jit

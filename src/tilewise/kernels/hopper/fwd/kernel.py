@@ -82,9 +82,9 @@ def hopper_fwd_kernel(
         rings = Rings((q_0, q_1, q_2), kv_ring, messages=messages)
     # Of packed chunks, and of parts, the load warp finds tiles and pages: with 40, 46 spills in its
     # loop
-    FINDS: gl.constexpr = (FEATURES.CHUNK > 0 or optionals.parts is not None) and TILE.PAGE > 0
-    ATTEND: gl.constexpr = 216 if FINDS else 232
-    LOAD: gl.constexpr = 72 if FINDS else 40
+    FINDS: gl.constexpr = 72 if FEATURES.CHUNK > 0 else 56 if optionals.parts is not None else 40
+    LOAD: gl.constexpr = FINDS if TILE.PAGE > 0 else 40
+    ATTEND: gl.constexpr = 252 - LOAD // 2
     if WARPGROUPS == 2 and BY_TMA:
         gl.warp_specialize(
             [

@@ -130,18 +130,20 @@ def load_pages(
 ):
     """A block of keys as copies of a page each, or as one of a part of a page. Each page ends where
     its sequence does: see `tma`. Of one past the last key nothing is read, and zeros are written.
+
+    The warp issues an instruction every six clocks, so those of short pages are the limit of a
+    chunk. `used` is not clamped for each: more than a page's rows are as good as all, and fewer
+    than none as none.
     """
     BOX: gl.constexpr = TILE.PAGE
     N: gl.constexpr = TILE.BLOCK_N
     rows = buffer.reshape([1, 1, 1, N, desc.block_type.shape[4]])
+    row, used = 0, gl.minimum(block.seqlen_k - block.n_start, N)
+    if BOX == N:
+        row, used = block.row, clamp(block.seqlen_k - block.n_start + block.row, 0, high=page_size)
     for i in gl.static_range(N // BOX):
         head = block.head + page_of(block.pages, i, BOX=BOX, N=N) * heads_per_page
-        if BOX < N:
-            row, used = 0, clamp(block.seqlen_k - block.n_start - i * BOX, 0, high=BOX)
-        else:
-            row = block.row
-            used = clamp(block.seqlen_k - block.n_start + row, 0, high=page_size)
-        coordinates = [BILLION, used, head, BILLION - used + row, column]
+        coordinates = [BILLION, used - i * BOX, head, BILLION - used + i * BOX + row, column]
         tma_load(desc, coordinates, full, rows.slice(i * BOX, BOX, 3), pred=pred)
 
 

@@ -39,7 +39,7 @@ from ..tile_counter import tile_counter
 from . import dropout, runs
 from .epilogue import out_columns
 from .kernel import hopper_fwd_kernel
-from .parts_launch import fold_of, in_parts
+from .parts_launch import fold_of, in_parts, shared_tiles
 
 Tensor = torch.Tensor
 WARPGROUP_ROWS = 64  # of a warpgroup's tile
@@ -116,7 +116,8 @@ def steps_of(
         args["queue"] = args["queue"]._replace(counter=cache.counter)
     if cache.parts > 1:
         args = in_parts(args, plan.tile, count=cache.parts, work=work)
-        return [*readable.steps, launch_of(plan, args), fold_of(args, plan, out)]
+        folds = [fold_of(args, plan, out)] if shared_tiles(args) else []
+        return [*readable.steps, launch_of(plan, args), *folds]
     return [*readable.steps, launch_of(plan, args, launch_pdl=True)]
 
 

@@ -29,7 +29,7 @@ from ..work import (
     reset_counter,
 )
 from .key_blocks import KeyBlock, block_of, load_rows, nowhere
-from .parts import open_part
+from .parts import TileParts, open_part, part_of, parts_of
 from .runs import arrived_block, await_keys, open_run, open_runs
 from .transpose import await_values, leave
 from .varlen import find_tile, no_more, open_in_batch, open_ragged, place_in
@@ -85,13 +85,16 @@ def load_partition(sources, rings, call, FEATURES: gl.constexpr, TILE: gl.conste
             tile_found = find_tile(tile, tile_found.hint, call=call, FEATURES=FEATURES, TILE=TILE)
         tiles = tile_found.tiles
         has_values = progress.has_prev  # there may have been no tile
+    elif call.optionals.parts is None:
+        tiles = call.queue.tiles
+        while tile < tiles:
+            work = open_in_batch(tile, call, FEATURES=FEATURES, TILE=TILE)
+            progress, tile = load_tile(sources, rings, progress, work, call, FEATURES, TILE)
+        has_values = True
     else:
         tiles = call.queue.tiles
         while tile < tiles:
-            if call.optionals.parts is None:
-                work = open_in_batch(tile, call, FEATURES=FEATURES, TILE=TILE)
-            else:
-                work = open_part(tile, call, FEATURES=FEATURES, TILE=TILE)
+            work = open_part(tile, call, FEATURES=FEATURES, TILE=TILE)
             progress, tile = load_tile(sources, rings, progress, work, call, FEATURES, TILE)
         has_values = True
     reset_counter(call.queue, tile, tiles=tiles)
@@ -110,7 +113,7 @@ def load_tile(sources, rings, progress, work, call, FEATURES: gl.constexpr, TILE
     tile's number, too.
     """
     WARPGROUPS: gl.constexpr = TILE.WARPGROUPS
-    messages_state, q_state, kv_state, bias_state, prev_block, has_prev = progress
+    messages_state, q_state = progress.messages, progress.q
     send(rings.messages, messages_state, fields=work)
     messages_state = advance(messages_state, 2)
     batch, first_q = place_in(work, FEATURES)
@@ -119,6 +122,44 @@ def load_tile(sources, rings, progress, work, call, FEATURES: gl.constexpr, TILE
         m_start = first_q + work.start + i * (64 // TILE.PACK)
         load_queries(rings.q[i], q_state, sources.q, (batch, head_k, m_start, member), TILE)
     q_state = advance(q_state, TILE.Q_STAGES)
+    progress = Progress(
+        messages_state,
+        q_state,
+        kv_state=progress.kv_state,
+        bias=progress.bias,
+        prev_block=progress.prev_block,
+        has_prev=progress.has_prev,
+    )
+    if call.optionals.parts is None:
+        progress, fetched = load_blocks(
+            sources, rings, progress, work, True, call, FEATURES=FEATURES, TILE=TILE
+        )
+    else:
+        fetched = gl.zeros([32], gl.int32, LANE_LAYOUT)
+        first, last, count, part = parts_of(work)
+        count = gl.maximum(count, 1)
+        while part < count:
+            of_part = part_of(work, TileParts(first, last, count=count, part=part))
+            part += 1
+            progress, fetched = load_blocks(
+                sources, rings, progress, of_part, part == count, call, FEATURES, TILE
+            )
+    if FEATURES.CHUNK > 0:
+        return progress, fetched_tile(fetched, 0)
+    else:
+        return progress, fetched_tile(fetched)
+
+
+@gluon.jit
+def load_blocks(
+    sources, rings, progress, work, is_last, call, FEATURES: gl.constexpr, TILE: gl.constexpr
+):
+    """Loads the keys that a tile visits, or a part of it; with the last block of the last part it
+    fetches the number of the next tile.
+    """
+    messages_state, q_state, kv_state, bias_state, prev_block, has_prev = progress
+    batch, _ = place_in(work, FEATURES)
+    head_k, _ = key_head(work.head, FEATURES, TILE=TILE)
     last = work.last - work.first
     blocks_ready = gl.to_tensor(0)  # blocks of the head's V^T that are ready
     fetched = gl.zeros([32], gl.int32, LANE_LAYOUT)
@@ -126,7 +167,7 @@ def load_tile(sources, rings, progress, work, call, FEATURES: gl.constexpr, TILE
         # The number takes a microsecond, which the full ring hides. One fetched sooner would fall
         # to a program with a long tile still before it, and others would wait for that at the
         # end (headdim 256 causal, 16Ki: 0.97 of FlashAttention-3)
-        fetched = fetch_next_tile(call.queue, i == last)
+        fetched = fetch_next_tile(call.queue, (i == last) & is_last)
         n_start = key_block(work, i, call=call, FEATURES=FEATURES, TILE=TILE) * TILE.BLOCK_N
         if FEATURES.RUNS:
             arrived = await_keys(work, head_k, n_start, prev_block.arrived, call.runs, TILE)
@@ -142,11 +183,7 @@ def load_tile(sources, rings, progress, work, call, FEATURES: gl.constexpr, TILE
         bias_state = advance(bias_state, 1)
         prev_block = block
         has_prev = True
-    progress = Progress(messages_state, q_state, kv_state, bias_state, prev_block, has_prev)
-    if FEATURES.CHUNK > 0:
-        return progress, fetched_tile(fetched, 0)
-    else:
-        return progress, fetched_tile(fetched)
+    return Progress(messages_state, q_state, kv_state, bias_state, prev_block, has_prev), fetched
 
 
 @gluon.jit

@@ -38,6 +38,7 @@ from ..row_max import integers_suffice
 from ..work import END, KernelCall, key_block
 from .dropout import from_pairs
 from .epilogue import write_tile
+from .parts import TileParts, has_more, part_of, parts_of
 from .scores import dropout, open_rows, prefetch_bias, to_scores
 from .varlen import lengths_in, receive_tile, rows_in
 
@@ -58,6 +59,7 @@ class QueryTile(NamedTuple):
     rows: gl.tensor  # as `open_rows` gives them
     work: gl.tensor
     blocks: gl.tensor  # of keys
+    last_blocks: gl.tensor  # the same; 0 where a part follows that has the same queries
 
 
 class BlockSoftmax(NamedTuple):
@@ -81,8 +83,7 @@ def attend_partition(
     # Waited for before the exponentials, the next step needs no wait after them; but with two
     # stages it has not landed that early
     EARLY: gl.constexpr = STAGES > 2
-    # Q has one stage: released after the last S of a tile, it is full again when the next begins
-    ONE_Q: gl.constexpr = TILE.Q_STAGES == 1
+    HAS_PARTS: gl.constexpr = call.optionals.parts is not None
     dtype: gl.constexpr = output.smem.dtype
     q_ring = rings.q[WG]
     kv_ring = rings.kv_ring
@@ -100,6 +101,10 @@ def attend_partition(
     # The first S overlaps with nothing. S = Q K^T: (64, BLOCK_N)
     work = receive_tile(rings.messages, messages_state, FEATURES=FEATURES)
     messages_state = advance(messages_state, 2)
+    parts = TileParts(0, 0, count=0, part=0)
+    if HAS_PARTS:
+        parts = parts_of(work)
+        work = part_of(work, parts)
     split = split_blocks(work, WG, call=call, FEATURES=FEATURES, TILE=TILE)
     # Of packed sequences only the device knows how many tiles there are: there may be none for us,
     # and then nothing comes. S is computed from what lies there, as after the last tile.
@@ -126,7 +131,10 @@ def attend_partition(
 
     while work.start != END:
         acc_o = gl.zeros([64, DV], gl.float32, O_LAYOUT)  # (64, BLOCK_DV)
-        query = QueryTile(q_tile, q_state, tile, work, blocks=split.blocks)
+        last_blocks = split.blocks
+        if HAS_PARTS:
+            last_blocks = gl.where(has_more(parts), 0, last_blocks)
+        query = QueryTile(q_tile, q_state, tile, work, split.blocks, last_blocks)
         for i in range(1, split.blocks):
             step, acc_o, state = attend_block(
                 i, step, acc_o, state, query, rings, scale, call, WG, dtype, FEATURES, TILE
@@ -135,11 +143,10 @@ def attend_partition(
             state = skip(kv_ring, state, count=split.idle, STAGES=STAGES)
 
         # The last P V of this tile overlaps with the first S of the next
-        if not ONE_Q or split.blocks < 2:
-            release_by_threads(q_ring, q_state)
-        q_state = advance(q_state, TILE.Q_STAGES)
-        upcoming = receive_tile(rings.messages, messages_state, FEATURES=FEATURES)
-        messages_state = advance(messages_state, 2)
+        q_state = leave_queries(q_ring, query, HAS_PARTS, TILE=TILE)
+        upcoming, parts, messages_state = receive_part(
+            rings.messages, messages_state, work, parts, HAS_PARTS, FEATURES
+        )
         goes_on = upcoming.start != END
         wait_full(q_ring, q_state, pred=goes_on)
         wait_full(kv_ring, state)
@@ -227,7 +234,7 @@ def attend_block(
     s = warpgroup_mma_wait(1, deps=[pending_s])
     bias = copied_bias(bias, rings.bias, WG, parity_of(state, STAGES), True, TILE)
     if TILE.Q_STAGES == 1:
-        if i + 1 == query.blocks:
+        if i + 1 == query.last_blocks:
             release_by_threads(rings.q[WG], query.q_state)
     s, m_i = to_scores(
         s, bias, tile, i, n_block, step.m_i, by_integers, call, dtype, MASKED, FEATURES, TILE
@@ -255,6 +262,36 @@ def attend_block(
         p, _ = exponentials(s, m_before, m_new=m_ref, exp_scale=factor, MASKED=True)
     step = softmax_step(p, m_i, alpha, step.l_i, tile, n_block, call, dtype, FEATURES, TILE)
     return step, acc_o, state
+
+
+@gluon.jit
+def leave_queries(q_ring, query, HAS_PARTS: gl.constexpr, TILE: gl.constexpr):
+    """Releases the queries of a tile behind its last part. Returns the stage of those that follow.
+    Q of one stage is released after the last S, and full again when the next tile begins.
+    """
+    q_state = query.q_state
+    if not HAS_PARTS or query.last_blocks > 0:
+        if TILE.Q_STAGES > 1 or query.blocks < 2:
+            release_by_threads(q_ring, q_state)
+        q_state = advance(q_state, TILE.Q_STAGES)
+    return q_state
+
+
+@gluon.jit
+def receive_part(messages, state, work, parts, HAS_PARTS: gl.constexpr, FEATURES: gl.constexpr):
+    """The next part of a tile, or the next tile, the parts that it is one of, and the state of the
+    messages.
+    """
+    if not HAS_PARTS:
+        return receive_tile(messages, state, FEATURES=FEATURES), parts, advance(state, 2)
+    else:
+        if has_more(parts):
+            parts = TileParts(parts.first, parts.last, parts.count, parts.part + 1)
+        else:
+            work = receive_tile(messages, state, FEATURES=FEATURES)
+            state = advance(state, 2)
+            parts = parts_of(work)
+        return part_of(work, parts), parts, state
 
 
 @gluon.constexpr_function

@@ -36,9 +36,9 @@ class Ragged(NamedTuple):
     seqlen_q: gl.tensor
     seqlen_k: gl.tensor
     diagonal: gl.tensor
-    first_q: gl.tensor  # where its rows begin; where tiles have parts, of a batch, the tile
+    first_q: gl.tensor  # where its rows begin; where tiles have parts, of a batch, its state
     first_k: gl.tensor
-    rows_q: gl.tensor  # how many it has, used or not; of a batch the part
+    rows_q: gl.tensor  # how many it has, used or not; of a batch what becomes of the state
 
 
 RAGGED_FIELDS = gl.constexpr(len(Ragged._fields))
