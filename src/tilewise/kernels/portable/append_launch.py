@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -41,8 +40,7 @@ def append(new: Append, is_kept: bool = False) -> AppendStep | None:
         return None
     named = dict(zip(NAMES, new.tensors))
     planned = new.of_tensors(list(operands_of(NAMES, new.tensors).values()))
-    program = run(launch_of(planned), named)
-    return step_of(program, new, named) if is_kept else None
+    return run(launch_of(planned), new, named=named, is_kept=is_kept)
 
 
 def prepare(call: AppendedCall, is_kept: bool) -> tuple[Prologue, AppendStep | None]:
@@ -53,32 +51,28 @@ def prepare(call: AppendedCall, is_kept: bool) -> tuple[Prologue, AppendStep | N
     written = operands_of(tuple(parts), tuple(parts.values()))
     launch = launch_of(planned.append, planned, prologue_of(planned, written))
     named = dict(zip(fields, call))
-    program = run(launch, named | parts)
-    step = step_of(program, call.append, named, list(parts.values())) if is_kept else None
+    step = run(launch, call.append, named=named, is_kept=is_kept, parts=parts)
     return prologue_of(call, parts), step
 
 
-def run(launch: Launch, named: dict[str, Any]) -> Program:
-    """Launches for tensors of these names. Returns the program."""
-    present = {name: x for name, x in named.items() if x is not None}
-    program = Program(list(present), [launch], Workspace(named["k"].device))
-    program(list(present.values()))
-    return program
-
-
-def step_of(
-    program: Program,
+def run(
+    launch: Launch,
     new: Append,
     named: dict[str, Tensor | None],
-    parts: Sequence[Tensor] = (),
+    is_kept: bool,
+    parts: dict[str, Tensor] | None = None,
 ) -> AppendStep | None:
-    """The launch for other tensors; None where it may not be done again."""
-    if program.again is None or program.copied:
+    """Launches for tensors of these names, and new ones for `parts` of what attention reads.
+    Returns the launch for other tensors where that is to be kept, and may be done again.
+    """
+    present, written_parts = {name: x for name, x in named.items() if x is not None}, parts or {}
+    program = Program([*present, *written_parts], [launch], Workspace(new.k.device))
+    program([*present.values(), *written_parts.values()])
+    if not is_kept or program.again is None or program.copied:
         return None
-    present = {name: x for name, x in named.items() if x is not None}
     by_rows = [name for name in ("k_descale", "v_descale") if by_row(getattr(new, name))]
     written = [n for n, x in enumerate(present) if x in ("k_cache", "v_cache", *by_rows)]
-    return AppendStep(program, list(present.values()), written, parts)
+    return AppendStep(program, list(present.values()), written, parts=[*written_parts.values()])
 
 
 def rotated_dims(new: Append) -> int:
