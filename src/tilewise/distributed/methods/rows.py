@@ -13,6 +13,7 @@ from ...dispatch import choose
 from ...emulation import cpu_modes
 from ...frontend.values import check_scores, knows_values
 from ...ops import attention as ops
+from ...ops.calls import entry_of
 from ...problem import LONG_SEQLEN, WIDEST_EXACT, Between, Extras, Grads, Saved
 from ..layouts.work import KeyRun
 from ..transport.halves import Arena
@@ -101,14 +102,19 @@ def attend_run(
     spec: ShardCall, q: Tensor, k: Tensor, v: Tensor, *, extras: Extras, **options: Any
 ) -> tuple[Tensor, Tensor]:
     """Computes `out` and `lse` of one call of the library; `options` are those of `on_rows`."""
-    checked = spec.on_rows(q, k, v=v, extras=extras, **options)
     tensors = q, k, v, *extras.tensors
     needs_dispatcher = ops.needs_dispatcher(tensors)
-    checked.needs_grad = not needs_dispatcher and ops.needs_grad(*tensors)
+    key = "shards", spec.scalars, spec.mods, spec.deterministic, spec.backend, *options.items()
+    entry = None if needs_dispatcher else entry_of(tensors, key)
+    call = None if entry is None else entry.call
+    if call is None:
+        call = spec.on_rows(q, k, v=v, extras=extras, **options)
+        call.needs_grad = not needs_dispatcher and ops.needs_grad(*tensors)
+        if entry is not None:
+            entry.call = call
     if not q.is_cpu and knows_values(q):
-        check_scores(q, k, checked.scalars)
-    cached = ops.known_call(checked, tensors)
-    return ops.attention(cached, q, k, v, extras, needs_dispatcher)
+        check_scores(q, k, call.scalars)
+    return ops.attention(call, q, k, v, extras, needs_dispatcher)
 
 
 # Takes this rank's parts of the gradients of keys, as `Sums.begin` does

@@ -82,9 +82,12 @@ class ShardCall(NamedTuple):
 
     def of_heads(self, heads: slice) -> ShardCall:
         """Returns the call of some query heads."""
-        parts = {name: getattr(self.extras, name) for name in PER_HEAD}
-        parts = {name: x[..., heads] for name, x in parts.items() if x is not None}
-        return self._replace(extras=self.extras._replace(**parts)) if parts else self
+        extras = self.extras
+        for name in PER_HEAD:
+            x = getattr(extras, name)
+            if x is not None:
+                extras = extras._replace(**{name: x[..., heads]})
+        return self if extras is self.extras else self._replace(extras=extras)
 
     def on_rows(
         self,
