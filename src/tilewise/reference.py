@@ -23,9 +23,9 @@ import torch
 
 from .errors import ArgumentError, a_type
 from .frontend.cached import check_cached, is_cached
-from .frontend.call import check_bias
-from .frontend.checks import check_extras, check_tensors, in_order, sizes_of
-from .frontend.scalars import Numbers, Window, check_causal, check_flag, check_numbers
+from .frontend.call import check
+from .frontend.checks import in_order, sizes_of
+from .frontend.scalars import Numbers, Window, check_flag
 from .frontend.values import check_values
 from .kernels.common.cached import NO_CACHE, Cached, lse_by_query, lse_shape
 from .keywords import refuses_others, unexpected
@@ -121,21 +121,18 @@ def attention_reference(
         out, lse = _attend_cached(cached, mask_mod, upcast=upcast)
         out = out.transpose(1, 2) if layout == "bhsd" else out
         return (out, lse) if return_lse else out
-    align = check_causal(causal)
     return_lse = check_flag("return_lse", return_lse)
     is_packed = cu_seqlens_q is not None or cu_seqlens_k is not None
     q, k, v = in_order(q, k, v=v, layout=layout, is_packed=is_packed)
-    check_tensors(q, k, v=v)
     if check_dropout(dropout_p) and dropout_rng is None:
         dropout_rng = draw_rng(q.device)
     extras = Extras(alibi_slopes, sinks, seqused_k, seqused_q, cu_seqlens_q, cu_seqlens_k, bias)
     extras = extras._replace(dropout_rng=dropout_rng if dropout_p else None)
     slopes = None if alibi_slopes is None else alibi_slopes.detach()  # here they have a gradient
-    check_extras(q, k, extras=extras._replace(alibi_slopes=slopes))
-    if bias is not None:
-        check_bias(q, k, bias=bias, is_packed=is_packed)
+    with_slopes = extras._replace(alibi_slopes=slopes)
+    checked = check(q, k, v, extras=with_slopes, numbers=numbers, deterministic=False)
     check_values(q, k, extras=extras)
-    scalars = check_numbers(numbers, q)
+    align, scalars = checked.problem.align, checked.scalars
     sizes = sizes_of(q, k, cu_seqlens=cu_seqlens_q)
     has_band = (scalars.left, scalars.right) != (OPEN, OPEN)
     block_mask = check_block_mask(block_mask, sizes, is_packed=is_packed, has_band=has_band)
@@ -169,7 +166,7 @@ def _attend_cached(
     """Sequences with a KV cache, one by one, from the position of their first query on."""
     q, extras, table = cached.q, cached.extras, cached.page_table
     cu_seqlens_q = extras.cu_seqlens_q
-    out = q.new_zeros(*q.shape[:-1], cached.v.shape[3])
+    out = q.new_zeros((*q.shape[:-1], cached.v.shape[3]))
     lse_dtype = torch.promote_types(q.dtype, torch.float32)
     lse = q.new_full(lse_shape(q), -math.inf, dtype=lse_dtype)
     lengths = lengths_of(cached.k, table, extras.seqused_k, batch_of(q, cu_seqlens_q))
@@ -215,7 +212,7 @@ def _attend_packed(q: Tensor, k: Tensor, v: Tensor, options: _Options) -> tuple[
         outs.append(torch.nn.functional.pad(out, (0, 0, 0, c - b)))
         lses.append(torch.nn.functional.pad(lse, (0, c - b), value=-math.inf))
     if not outs:
-        return q.new_zeros(*q.shape[:3], v.shape[3]), q.new_full(q.shape[:3], -math.inf)
+        return q.new_zeros((*q.shape[:3], v.shape[3])), q.new_full(q.shape[:3], -math.inf)
     out, lse = torch.cat(outs, 2), torch.cat(lses, 2)
     tail = q.shape[2] - out.shape[2]
     out = torch.nn.functional.pad(out, (0, 0, 0, tail))

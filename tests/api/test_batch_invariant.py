@@ -115,9 +115,9 @@ def test_known_calls_are_found_by_it(monkeypatch):
     words = []
     find = tilewise.frontend.kv_cache.find
 
-    def noted(tensors, asked, window, **options):
-        words.append(asked)
-        return find(tensors, asked, window, **options)
+    def noted(tensors, plain, **options):
+        words.append(plain)
+        return find(tensors, plain=plain, **options)
 
     monkeypatch.setattr(tilewise.frontend.kv_cache, "find", noted)
     monkeypatch.setattr(tilewise.frontend.attention, "find", noted)

@@ -27,7 +27,7 @@ def test_no_two_lists_of_arguments_have_one_key():
     for _ in range(3000):
         words = tuple(rng.choice(VALUES) for _ in range(count))
         window = rng.choice(WINDOWS)
-        entry, _ = find((q, q, q), ("a test", *words), window)
+        entry, _ = find((q, q, q), plain=("a test", *words), window=window)
         key = tuple(map(repr, words)), repr(window)
         assert entries.setdefault(id(entry), (key, entry))[0] == key
 
@@ -214,8 +214,8 @@ def test_every_argument_is_in_the_key(case, monkeypatch):
     looked, base = [], FUNCTIONS[case]
     function = getattr(tilewise, "attention" if case == "FP8" else case)
 
-    def noted(tensors, words, window=None, checks_values=False):
-        looked.append((list(map(id, tensors)), list(map(repr, words)), repr(window)))
+    def noted(tensors, plain, window=None, checks_values=False):
+        looked.append((list(map(id, tensors)), list(map(repr, plain)), repr(window)))
         return None, None
 
     for module in (attention, flash_attn, fp8, kv_cache, quantize, sdpa):

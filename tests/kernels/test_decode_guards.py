@@ -61,11 +61,11 @@ def test_a_mode_is_seen(log, mode):
     tensors = CALLS["in pages"]()
     in_order = [tensors[x] for x in ("q", "k", "v", "page_table", "seqused_k")]
     words = "attention", True
-    assert calls.find(in_order, words)[0] is not None
-    entry, addresses = calls.find(in_order, words)
+    assert calls.find(in_order, plain=words)[0] is not None
+    entry, addresses = calls.find(in_order, plain=words)
     assert entry is not None and addresses == [x.data_ptr() for x in in_order]
     with MODES[mode]():
-        assert calls.find(in_order, words)[1] is None
+        assert calls.find(in_order, plain=words)[1] is None
 
 
 def changed(x, how):
@@ -96,14 +96,14 @@ def test_what_a_tensor_looks_like_is_seen(log, how):
     q, k, v, _ = tensors().values()
     words = "attention", True
     for _ in range(2):
-        entry, addresses = calls.find((q, k, v), words)
+        entry, addresses = calls.find((q, k, v), plain=words)
     assert addresses is not None
-    other, again = calls.find((changed(q, how), k, v), words)
+    other, again = calls.find((changed(q, how), k, v), plain=words)
     assert again is None and other is not entry
-    assert calls.find((None, k, v), words) == (None, None)
-    assert calls.find((q, k, None), words)[1] is None
-    assert calls.find((q, k, v), ("attention", 1))[1] is None
-    assert calls.find((q, k, v), ("attention", [1])) == (None, None)
+    assert calls.find((None, k, v), plain=words) == (None, None)
+    assert calls.find((q, k, None), plain=words)[1] is None
+    assert calls.find((q, k, v), plain=("attention", 1))[1] is None
+    assert calls.find((q, k, v), plain=("attention", [1])) == (None, None)
 
 
 def test_guards_are_bounded_and_keep_nothing(log, monkeypatch):

@@ -7,16 +7,16 @@ only by a commit that says what it adds and why; the others never.
 import pytest
 from helpers.counters import count
 
-AT_LEAST = {"arguments by keyword, percent": 18.3}
+AT_LEAST = {"arguments by keyword, percent": 18.4}
 AT_MOST = {
     # Sizes
-    "lines": 50_369,
+    "lines": 50_359,
     "files that name softcap": 24,
     "files that name sinks": 31,
     "files attention() imports": 39,
-    "lines attention() imports": 5_518,
+    "lines attention() imports": 5_507,
     # One record, one dispatcher, one file of checks, one way to launch
-    "records per 1,000 lines, host": 3.35,
+    "records per 1,000 lines, host": 3.32,
     "records per 1,000 lines, device": 6.65,
     "records built at one place, host": 20,
     "records built at one place, device": 57,
@@ -24,7 +24,7 @@ AT_MOST = {
     "dispatchers": 1,
     "check files": 2,
     # Plain English
-    "calls with *x per 1,000 lines": 1.83,
+    "calls with *x per 1,000 lines": 1.69,
     "calls with a tuple's *": 0,
     "vague locals": 32,
     "docstrings without a subject": 0,

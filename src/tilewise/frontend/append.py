@@ -103,7 +103,7 @@ def append(
     entry = None
     if rotary is None or type(rotary) is Rotary:
         tensors = new.tensors
-        entry, addresses = find(tensors, ("append", rotary is None or rotary.interleaved))
+        entry, addresses = find(tensors, plain=("append", rotary is None or rotary.interleaved))
         if entry is not None and entry.call is not None:
             refuse_shards()
             if addresses is None:

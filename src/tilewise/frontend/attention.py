@@ -221,7 +221,7 @@ def attention(
         tensors: tuple[Any, ...] = q, k, v, page_table, seqused_k, cu_seqlens_q, alibi_slopes, sinks
         # Those of a decode step first, in its order
         tensors = *tensors, k_descale, v_descale, out, seqused_q, cu_seqlens_k, bias
-        entry, addresses = find(tensors, plain, window=window, checks_values=True)
+        entry, addresses = find(tensors, plain=plain, window=window, checks_values=True)
         if entry is not None and entry.call is not None:
             if type(entry.call) is Call:
                 optional = alibi_slopes, sinks, seqused_k, seqused_q, cu_seqlens_q, cu_seqlens_k
@@ -313,7 +313,7 @@ def attention(
     if is_packed:
         out, lse = out.squeeze(0), lse.squeeze(0)
     elif documents is not None and documents.are_many and batch > 1:
-        out = out.reshape(batch, -1, *out.shape[2:])
+        out = out.reshape((batch, -1, *out.shape[2:]))
         lse = lse.reshape(lse.shape[1], batch, -1).transpose(0, 1)
     if layout == "bhsd" and not is_packed:
         out = out.transpose(1, 2)

@@ -152,7 +152,7 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
         raise ArgumentError(
             f"there are {len(indices)} indices and the rows have shape {shape}: each row needs one"
         )
-    zeros = values.new_zeros(first_axis_dim, *values.shape[1:])
+    zeros = values.new_zeros((first_axis_dim, *values.shape[1:]))
     return zeros.index_copy(0, indices.long(), values)
 
 

@@ -13,8 +13,9 @@ from typing import NamedTuple
 import torch
 
 from ..errors import ArgumentError, Words, warn_slow
+from ..features import FLOATS
 from ..mods.compilers import holds, share_batch
-from .checks import check_tensor, with_contiguous_rows
+from .checks import check_tensor, fits, with_contiguous_rows
 
 Tensor = torch.Tensor
 Shape = tuple[int, ...]
@@ -69,9 +70,9 @@ def over_scores(mask: Tensor, out: Shape, name: str) -> Tensor:
     x = mask[(None,) * (max(len(out), 4) - mask.dim())]
     batch, count = out[:-3], max(len(out) - 3, 1)
     if out[-3:-2] == (0,):  # heads of nothing are a batch of nothing
-        return x.expand(*x.shape[:count], 0, *x.shape[-2:]).flatten(0, count).unsqueeze(1)
+        return x.expand((*x.shape[:count], 0, *x.shape[-2:])).flatten(0, count).unsqueeze(1)
     if any(holds(n != 1, True) for n in x.shape[:count]):
-        x = x.expand(*(batch or (1,)), *x.shape[count:])
+        x = x.expand((*(batch or (1,)), *x.shape[count:]))
     return _merged(x, count, name=name)
 
 
@@ -95,17 +96,10 @@ def _is_batched(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> 
         return False
     if query.is_nested or key.is_nested or value.is_nested:
         return False
-    batch, nheads, _, headdim = query.shape
-    batch_k, nheads_k, seqlen_k, headdim_k = key.shape
-    batch_v, nheads_v, seqlen_v, headdim_v = value.shape
-    return (
-        batch == batch_k == batch_v
-        and seqlen_k == seqlen_v
-        and nheads_k == nheads_v != 0 != nheads
-        and (nheads == nheads_k or (enable_gqa and nheads % nheads_k == 0))
-        and headdim == headdim_k != 0 != headdim_v
-        and query.stride(3) == key.stride(3) == value.stride(3) == 1
-    )
+    if not enable_gqa and query.shape[1] != key.shape[1]:
+        return False
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    return fits(q, k, v=v, kinds=FLOATS)
 
 
 def _readable(x: Tensor, name: str) -> Tensor:

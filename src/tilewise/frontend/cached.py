@@ -82,7 +82,8 @@ def check_table(q: Tensor, k: Tensor, page_table: Tensor | None, extras: Extras)
     """Shapes of page table and lengths; returns the number of sequences."""
     starts, seqused_k = extras.cu_seqlens_q, extras.seqused_k
     for name, x in (("page_table", page_table), ("cu_seqlens_q", starts), ("seqused_k", seqused_k)):
-        check_form(name, x, q=q)
+        if x is not None:
+            check_form(name, x, q=q)
     batch, source = batch_of(q, starts), "q" if starts is None else "cu_seqlens_q"
     rows = ("k", k) if page_table is None else ("page_table", page_table)
     for name, x in (rows, ("seqused_k", seqused_k)):

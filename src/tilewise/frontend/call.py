@@ -68,10 +68,10 @@ def check(
     if deterministic and mods.score:
         check_order(captured_by_score(mods, extras.captured))
     scalars = check_numbers(numbers, q, words)
-    flags: Any = dict(align=check_causal(numbers.causal), mods=mods, is_long=is_long)
-    flags |= dict(deterministic=deterministic)
+    flags: Any = dict(mods=mods, deterministic=deterministic, is_long=is_long)
     flags["has_bias_grad"] = extras.bias is not None and extras.bias.requires_grad
-    return Call(describe(q, k, v, extras=extras, scalars=scalars, **flags), scalars)
+    align = check_causal(numbers.causal)
+    return Call(describe(q, k, v, extras=extras, scalars=scalars, align=align, **flags), scalars)
 
 
 def check_bias(

@@ -44,10 +44,8 @@ def check_dims(name: str, x: Any, dims: int, remedy: str) -> None:
         raise ArgumentError(f"{name} has shape {tuple(x.shape)}: {remedy}")
 
 
-def check_form(name: str, x: Tensor | None, q: Tensor, of: str = "q") -> None:
+def check_form(name: str, x: Tensor, q: Tensor, of: str = "q") -> None:
     """Dimensions, dtype and device of an optional tensor, by its row; the caller knows sizes."""
-    if x is None:
-        return
     shape, dtypes = FEATURES[name].shapes[0], FEATURES[name].dtypes
     remedy = f"it must be ({', '.join(shape)}{',' * (len(shape) == 1)})"
     check_dims(name, x, dims=len(shape), remedy=remedy)
@@ -164,7 +162,7 @@ def check_tensors(
     8 bits; pages have no batch.
     """
     share_batch(k, v, None if has_cache else q)
-    if _fits(q, k, v=v, kinds=kinds, has_cache=has_cache):
+    if fits(q, k, v=v, kinds=kinds, has_cache=has_cache):
         return
     dtype, shapes = q.dtype, _shapes(q, k, v=v, words=words)
     if has_cache:
@@ -190,18 +188,16 @@ def check_tensors(
             f"{words.q}.dtype is {q.dtype}: it must be float16, bfloat16, float32 or (on the CPU) "
             f"float64, so cast {', '.join(words[:2])} and {words.v}"
         )
-    for size_name, dim, (name1, x1), (name2, x2) in (
-        ("seqlen", 1, (words.k, k), (words.v, v)),
-        ("heads", 2, (words.k, k), (words.v, v)),
-        ("headdim", 3, (words.q, q), (words.k, k)),
+    for said, also, dim, (name1, x1), (name2, x2) in (
+        ("seqlen {}", "seqlen {}", 1, (words.k, k), (words.v, v)),
+        ("{} heads", "{}", 2, (words.k, k), (words.v, v)),
+        ("headdim {}", "headdim {}", 3, (words.q, q), (words.k, k)),
     ):
-        sizes = [f"{size_name} {x.shape[dim]}" for x in (x1, x2)]
-        if size_name == "heads":
-            sizes = [f"{x1.shape[dim]} heads", f"{x2.shape[dim]}"]
         if x1.shape[dim] != x2.shape[dim]:
             raise ArgumentError(
-                f"{name1} has {sizes[0]} and {name2} has {sizes[1]} ({shapes}): they must be equal"
-                f"{'' if size_name == 'headdim' else _order(q, k, v=v, words=words)}"
+                f"{name1} has {said.format(x1.shape[dim])} and {name2} has "
+                f"{also.format(x2.shape[dim])} ({shapes}): they must be equal"
+                f"{'' if dim == 3 else _order(q, k, v=v, words=words)}"
             )
     if k.shape[2] == 0 or q.shape[2] % k.shape[2] or q.shape[2] == 0:
         raise ArgumentError(
@@ -216,7 +212,9 @@ def check_tensors(
     check_rows(named, may_copy=True)
 
 
-def _fits(q: Tensor, k: Tensor, v: Tensor, kinds: tuple[torch.dtype, ...], has_cache: bool) -> bool:
+def fits(
+    q: Tensor, k: Tensor, v: Tensor, kinds: tuple[torch.dtype, ...], has_cache: bool = False
+) -> bool:
     """All conditions of `check_tensors` in one expression: one by one they cost a short call 5 us
     more.
     """

@@ -4,6 +4,7 @@ convention into a call of `tilewise.attention`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Never
 
 import torch
@@ -124,32 +125,21 @@ def flash_attn_func(
                 "attention_chunk inside tilewise.distributed.context_parallel: pass "
                 "mask_mod=tilewise.mods.chunked(size) to tilewise.attention"
             )
-        out, lse = shards.of_shards(
-            q=q,
-            k=k,
-            v=v,
-            causal=check_flag("causal", causal),
-            scale=softmax_scale,
-            window=window_size,
-            softcap=softcap,
-            alibi_slopes=alibi_slopes,
-            sinks=learnable_sink,
-            dropout_p=dropout_p,
-            deterministic=deterministic,
-            return_lse=True,
-        )
+        extras = Extras(alibi_slopes, learnable_sink)
+        numbers = Numbers(softmax_scale, softcap, dropout_p, _flag(causal), window=window_size)
+        out, lse = _by_attention(inputs, extras, numbers, deterministic=deterministic)
         return _returned(out, lse, return_attn_probs=return_attn_probs, return_lse=return_lse)
     entry, optional = None, (alibi_slopes, learnable_sink)
     if not has_more and is_plain(dropout_p, attention_chunk):
         plain = "flash_attn", softmax_scale, *flags
-        entry, _ = find((*inputs, *optional), plain, window=window_size)
+        entry, _ = find((*inputs, *optional), plain=plain, window=window_size)
         if entry is not None and entry.call is not None:
             out, lse = launch(entry.call, inputs, optional=optional, layout="bshd")
             return (out, lse, None) if return_attn_probs else (out, lse) if return_lse else out
     _check_hints(num_splits, pack_gqa)
     extras = Extras(alibi_slopes, learnable_sink)
     numbers = Numbers(softmax_scale, softcap, dropout_p, causal=_flag(causal), window=window_size)
-    is_fp8 = has_more or k is None or v is None or has_fp8(q) or isinstance(q, Quantized)
+    is_fp8 = has_more or k is None or v is None or has_fp8(q)
     quantized = None
     if is_fp8:
         quantized = eight_bit_inputs(q, k, v, q_descale, k_descale, v_descale)
@@ -243,7 +233,7 @@ def flash_attn_varlen_func(
     has_more = not (block_table is q_descale is k_descale is v_descale is out_dtype is None)
     if not has_more and is_plain(dropout_p, attention_chunk):
         plain = "flash_attn_varlen", softmax_scale, *bounds, *flags
-        entry, _ = find((*inputs, *optional), plain, window=window_size, checks_values=True)
+        entry, _ = find((*inputs, *optional), plain=plain, window=window_size, checks_values=True)
         if entry is not None and entry.call is not None:
             out, lse = launch(entry.call, inputs, optional=optional, layout="bshd", words=WORDS)
             return (out, lse, None) if return_attn_probs else (out, lse) if return_lse else out
@@ -253,31 +243,23 @@ def flash_attn_varlen_func(
     is_fp8 = not (q_descale is out_dtype is None) or k is None or v is None or has_fp8(q)
     if block_table is None:  # pages have scales over 16-bit q, too
         is_fp8 = is_fp8 or not (k_descale is v_descale is None)
-    is_fp8 = is_fp8 or isinstance(q, Quantized)
     numbers = Numbers(softmax_scale, softcap, dropout_p, causal=_flag(causal), window=window_size)
     if block_table is not None and not is_fp8:
         refuse("cached", seqused_q=seqused_q, dropout_p=dropout_p or None)
         shards.refuse_shards()
         chunk = check_chunk(attention_chunk)
-        q, k, v = with_contiguous_rows(zip("qkv", inputs))
-        out, lse = attention(
-            q,
-            k,
-            v,
+        numbers = numbers._replace(window=numbers.sides("window_size"))
+        out, lse = _by_attention(
+            with_contiguous_rows(zip("qkv", inputs)),
+            extras,
+            within_chunk(numbers, chunk),
             page_table=block_table,
             seqused_k=cu_seqlens_k.diff() if seqused_k is None else seqused_k,
             cu_seqlens_q=cu_seqlens_q,
             max_seqlen_q=longest_of(max_seqlen_q) or None,
-            alibi_slopes=alibi_slopes,
-            sinks=learnable_sink,
             k_descale=k_descale,
             v_descale=v_descale,
-            causal=numbers.causal,
-            scale=softmax_scale,
-            window=within_chunk(numbers, chunk).sides("window_size"),
-            softcap=softcap,
             mask_mod=chunked(chunk) if chunk else None,
-            return_lse=True,
         )
     else:
         quantized = None
@@ -296,6 +278,24 @@ def flash_attn_varlen_func(
             out_dtype=out_dtype,
         )
     return _returned(out, lse, return_attn_probs=return_attn_probs, return_lse=return_lse)
+
+
+def _by_attention(
+    inputs: Sequence[Any], extras: Extras, numbers: Numbers, **arguments: Any
+) -> tuple[Tensor, Tensor]:
+    """`out` and `lse` of `attention` with these numbers and this ALiBi, in whatever context."""
+    q, k, v = inputs
+    results: Any = attention(
+        q,
+        k,
+        v=v,
+        alibi_slopes=extras.alibi_slopes,
+        sinks=extras.sinks,
+        **numbers._asdict(),
+        return_lse=True,
+        **arguments,
+    )
+    return results
 
 
 def _attend(

@@ -33,12 +33,12 @@ from .scalars import (
     check_causal,
     check_layout,
     check_numbers,
-    check_out_dtype,
     is_long,
 )
 from .values import check_same_lengths, check_signs, check_values
 
 Tensor = torch.Tensor
+OUT_DTYPES = torch.bfloat16, torch.float16, torch.float32
 
 
 def attend(
@@ -61,7 +61,7 @@ def attend(
     inputs = x.q, x.k, x.v_t, *x.scales, x.k_mean, x.v_mean, x.v_drift, *(x.source or ())[:3]
     plain = "fp8", is_raw, *numbers[:-1], layout, backward, backend, str(out_dtype)
     plain = *plain, as_bound(max_seqlen_q)  # all numbers but the window
-    entry, _ = find((*inputs, *extras[:6]), plain, window=numbers.window, checks_values=True)
+    entry, _ = find((*inputs, *extras[:6]), plain=plain, window=numbers.window, checks_values=True)
     checked = None if entry is None else entry.call
     is_packed = extras.cu_seqlens_q is not None or extras.cu_seqlens_k is not None
     if checked is None:
@@ -276,3 +276,14 @@ def check_backward(x: Quantized, backward: Any, extras: Extras) -> bool:
             "straight-through gradients, detach() it, or call under torch.no_grad()"
         )
     return name is not None
+
+
+def check_out_dtype(dtype: Any) -> torch.dtype:
+    """The dtype of out, bf16 by default."""
+    if dtype is None:
+        return torch.bfloat16
+    if dtype not in OUT_DTYPES:
+        raise ArgumentError(
+            f"out_dtype={dtype!r}: it must be torch.bfloat16, torch.float16 or torch.float32"
+        )
+    return dtype

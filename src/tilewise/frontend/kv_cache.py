@@ -125,6 +125,7 @@ def flash_attn_with_kvcache(
     entry = addresses = None
     longest = 0 if max_seqlen_q is None else longest_of(max_seqlen_q)
     place = block_table if page_table is None else page_table
+    names = "cache_seqlens", "block_table" if page_table is None else "page_table"
     has_one_table = page_table is None or block_table is None
     has_new = not (k is v is rotary_cos is rotary_sin is cu_seqlens_k_new is rotary_seqlens is None)
     is_moved = not (cache_batch_idx is cache_leftpad is None)
@@ -142,9 +143,10 @@ def flash_attn_with_kvcache(
             plain = "flash_attn_with_kvcache and new keys", rotary_interleaved, *plain[1:]
         is_plain = qv is q_descale is None and type(attention_chunk) is int
         if is_plain and has_kernels and (has_new or not is_moved):
-            entry, addresses = find(tensors, plain, window=window_size, checks_values=not has_new)
+            entry, addresses = find(
+                tensors, plain=plain, window=window_size, checks_values=not has_new
+            )
         if entry is not None and entry.call is not None:
-            names = "cache_seqlens", "block_table" if page_table is None else "page_table"
             options: Any = dict(has_lse=return_softmax_lse, names=names)
             results = launch_step(entry.call, tensors, addresses, **options)
             if results is not None:
@@ -175,8 +177,6 @@ def flash_attn_with_kvcache(
     if rotary_cos is not None:
         rotary_interleaved = check_flag("rotary_interleaved", rotary_interleaved)
         check_rotation(q, k, cos=rotary_cos, sin=rotary_sin)
-    names = "cache_seqlens", "block_table" if page_table is None else "page_table"
-    place = table
     if cache_batch_idx is not None:
         place, names = cache_batch_idx.unsqueeze(1), (names[0], "cache_batch_idx")
     chunk = check_chunk(attention_chunk)
@@ -207,10 +207,10 @@ def flash_attn_with_kvcache(
         is_at_first = not causal and band(window_size, causal, name="window_size") == (-1, -1)
         call = AppendedCall._make((*tensors, cache_leftpad, rotary_interleaved, is_at_first))
         if has_kernels:
-            appended = append_new(call, used, is_kept=entry is not None and not chunk)
+            call, keep = append_new(call, used, is_kept=entry is not None and not chunk)
         else:
-            appended = append_apart(call, used)
-        q, used, place, keep = appended
+            call = append_apart(call, used)
+        q, used, place = call.q, call.before, call.page_table
         inner = None if keep is None else Entry()
     elif cache_leftpad is not None:
         used, place = without_padding(k_cache, used, rows=cache_batch_idx, leftpad=cache_leftpad)
@@ -267,7 +267,7 @@ def _attend(
     addresses = None
     if mask_mod is None and entry is None:
         plain = "cache", *numbers[:-1], invariance.is_on, longest  # but the window
-        entry, addresses = find(tensors, plain, window=numbers.window, checks_values=True)
+        entry, addresses = find(tensors, plain=plain, window=numbers.window, checks_values=True)
     if entry is not None and entry.call is not None:
         results = launch_step(entry.call, tensors, addresses=addresses, has_lse=True)
         if results is not None:

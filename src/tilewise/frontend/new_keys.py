@@ -5,7 +5,7 @@ with them, or torch's operators compute that, and `cache.append` follows.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -20,19 +20,17 @@ from .values import check_leftpad
 Tensor = torch.Tensor
 
 
-class Appended(NamedTuple):
-    """What attention takes after an append, and how both are launched again."""
-
-    q: Tensor
-    used: Tensor  # the keys of each sequence, without its padding
-    page_table: Tensor | None
-    keep: Callable[[Any], Any] | None = None  # from the decode step the step of the call
+Step = Callable[[Any], Any]  # from the decode step of a call the step of its append, too
 
 
-def append_new(call: AppendedCall, used: Tensor | None, is_kept: bool) -> Appended:
-    """Appends. `used` has the keys of each sequence with the new ones, where values are known."""
+def append_new(
+    call: AppendedCall, used: Tensor | None, is_kept: bool
+) -> tuple[AppendedCall, Step | None]:
+    """Appends, and returns the call without its new keys, which are among those `before`, and how
+    both are launched again. `used` has the keys of each sequence, where values are known.
+    """
     if not append_ops.may_prepare(call):
-        return append_apart(call, used)
+        return append_apart(call, used), None
     counted = call.before if used is None else used
     check_call(call.append._replace(seqused_k=counted, rotary=None))
     refuse_gradients("cached", [("q", call.q)])
@@ -41,9 +39,10 @@ def append_new(call: AppendedCall, used: Tensor | None, is_kept: bool) -> Append
     prologue, step = append_ops.prepare(call, is_kept)
     rotated = None if prologue.rotated is None else prologue.rotated.ptr
     q, table = call.q if rotated is None else rotated, prologue.table
-    appended = Appended(q, prologue.used, page_table=call.page_table if table is None else table)
+    table_read = call.page_table if table is None else table
+    appended = call._replace(q=q, before=prologue.used, table=table_read, rows=None)
     if step is None:
-        return appended
+        return appended, None
     pages = "table" if call.rows is None else "rows"
     reads = [
         "q" if rotated is None else "rotated",
@@ -53,10 +52,10 @@ def append_new(call: AppendedCall, used: Tensor | None, is_kept: bool) -> Append
         "used",
         *AppendedCall._fields[5:11],
     ]
-    return appended._replace(keep=lambda decode: step.before(decode, reads))
+    return appended, lambda decode: step.before(decode, reads)
 
 
-def append_apart(call: AppendedCall, used: Tensor | None) -> Appended:
+def append_apart(call: AppendedCall, used: Tensor | None) -> AppendedCall:
     """Appends with torch's operators and `cache.append`: on a CPU, compiled, and for what a launch
     does not take.
     """
@@ -74,10 +73,10 @@ def append_apart(call: AppendedCall, used: Tensor | None) -> Appended:
     check_call(new)
     append_ops.append(new)
     if call.leftpad is None:
-        return Appended(q, used, page_table=call.page_table)
+        return call._replace(q=q, before=used, table=call.page_table, rows=None)
     rows = None if call.rows is None else call.rows.squeeze(1)
     used, table = without_padding(call.k_cache, used, rows=rows, leftpad=call.leftpad)
-    return Appended(q, used, page_table=table)
+    return call._replace(q=q, before=used, table=table, rows=None)
 
 
 def check_rotation(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor | None) -> None:

@@ -29,7 +29,7 @@ ONE_BYTE = frozenset(
 
 def has_fp8(q: Any) -> bool:
     """Whether a call is one with FP8 products, by its q."""
-    return type(q) is Quantized or getattr(q, "dtype", None) in ONE_BYTE
+    return isinstance(q, Quantized) or getattr(q, "dtype", None) in ONE_BYTE
 
 
 def eight_bit_inputs(q: Any, k: Any, v: Any, *descales: Any) -> Quantized:

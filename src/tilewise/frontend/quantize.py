@@ -103,7 +103,7 @@ def quantize(
     plain = "quantize", rotate, smooth, layout, is_three, rotary is turning, turning[2]
     entry = None
     if (scales is None or is_three) and (rotary is None or rotary is turning):
-        entry, _ = find((q, k, v, *own_scales, *lengths, *turning[:2]), plain)
+        entry, _ = find((q, k, v, *own_scales, *lengths, *turning[:2]), plain=plain)
     call = None if entry is None else entry.call
     q, k, v = in_order(q, k, v, layout, is_packed)
     if call is None:
@@ -127,7 +127,7 @@ def quantize(
         quantized = quantized._replace(q=quantized.q[0], k=quantized.k[0], v_t=quantized.v_t[0])
     has_lengths = not (cu_seqlens_q is cu_seqlens_k is seqused_q is seqused_k is None)
     # Dynamo of torch 2.11 returns no tuple of `_replace`
-    return Quantized(*quantized[:7], source, lengths if has_lengths else None)
+    return Quantized._make((*quantized[:7], source, lengths if has_lengths else None))
 
 
 def _steps(rotate: Any, smooth: Any) -> Steps:

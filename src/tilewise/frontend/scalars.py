@@ -18,7 +18,6 @@ from ..tile.dropout_numbers import check_dropout
 Tensor = torch.Tensor
 REAL = numbers.Real, torch.SymFloat, torch.SymInt
 Window = tuple[int | None, int | None] | None
-OUT_DTYPES = torch.bfloat16, torch.float16, torch.float32  # of FP8 products
 PACKED = "sequences are (total, nheads, headdim)"
 INTEGERS = torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8
 
@@ -153,9 +152,7 @@ def band(window: Window, is_causal: bool, name: str = "window") -> tuple[int, in
     side at 0.
     """
     left, right = check_window(window, name)
-    if is_causal:
-        right = 0
-    return left, right
+    return left, 0 if is_causal else right
 
 
 def check_window(window: Any, name: str) -> tuple[int, int]:
@@ -234,14 +231,3 @@ def is_long(max_seqlen_q: int | Tensor | None) -> bool:
     """
     is_known = isinstance(max_seqlen_q, (int, torch.SymInt))
     return is_known and holds(max_seqlen_q > LONG_SEQLEN, False)
-
-
-def check_out_dtype(dtype: Any) -> torch.dtype:
-    """The dtype of out, bf16 by default."""
-    if dtype is None:
-        return torch.bfloat16
-    if dtype not in OUT_DTYPES:
-        raise ArgumentError(
-            f"out_dtype={dtype!r}: it must be torch.bfloat16, torch.float16 or torch.float32"
-        )
-    return dtype

@@ -121,7 +121,7 @@ def with_lse(
     entry = None
     if attn_mask is None and type(dropout_p) in (int, float) and dropout_p == 0:
         plain = "sdpa", is_causal, scale, enable_gqa, is_deterministic
-        entry, _ = find((query, key, value), plain)
+        entry, _ = find((query, key, value), plain=plain)
         if entry is not None and entry.call is not None:
             return launch(entry.call, (query, key, value), optional=(), layout="bhsd")
     inputs = query, key, value

@@ -47,7 +47,11 @@ def _entry(*signature: Hashable) -> Entry:
 
 
 def find(
-    tensors: Sequence[Any], plain: tuple[Any, ...], window: Any = None, checks_values: bool = False
+    tensors: Sequence[Any],
+    *,
+    plain: tuple[Any, ...],
+    window: Any = None,
+    checks_values: bool = False,
 ) -> tuple[Entry | None, list[int] | None]:
     """The entry of a call's arguments, q, k and v first among its tensors, and, where they were
     read for that, the addresses of those that are not None. `plain` are the other arguments, as

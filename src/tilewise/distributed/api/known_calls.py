@@ -24,7 +24,7 @@ def entry_of_call(
     if type(layout) is not Layout:
         return None
     # A known call keeps its layout, so that no other one has this number
-    return find(tensors, ("distributed", id(layout), *settings), window=window)[0]
+    return find(tensors, plain=("distributed", id(layout), *settings), window=window)[0]
 
 
 def known_call(entry: Entry, layout: Layout, *, arena: Arena | None) -> ShardCall | None:
