@@ -33,7 +33,9 @@ from .schema import (
 
 Tensor = torch.Tensor
 FLAGS = "align", "deterministic", "has_bias_grad", "is_long"  # of a Problem
-BLOCK = Options._fields.index("mask_block")  # a list, as torch has it
+# Places among the arguments after the tensors; a block is a list, as torch has it
+_AFTER = CALL_NAMES[len(Extras._fields) :]
+MASK, SCORE, BLOCK = (_AFTER.index(name) for name in ("mask_mod", "score_mod", "mask_block"))
 
 
 def parts_of(args: tuple, before: int) -> tuple[tuple, Extras, Options]:
@@ -57,35 +59,35 @@ def _call_of(inputs: tuple, extras: Extras, options: Options) -> Call:
     return Call(problem_from(inputs, extras, options=options), options.scalars, options.backend)
 
 
-def _known(tensors: tuple, inputs: tuple, extras: Extras, options: Options) -> Call:
+def _known(args: tuple, before: int) -> tuple[Call, tuple, Extras]:
     """The call of an operator's arguments, cached by signature, for compiled graphs, which do not
-    pass through `frontend.call.call`. `tensors` are all of an operator's.
+    pass through `frontend.call.call`; the tensors before the extras, and these.
     """
+    tensors, options = flat(args, before)
+    inputs, extras = tensors[:before], extras_of(tensors[before:])
 
     def make() -> Call:
-        names = () if tensors[0] is inputs[0] else Saved._fields
-        check_devices(names, tensors[: len(names)])  # of a backward, more than inputs and extras
-        return _call_of(inputs, extras, options)
+        if before == INPUTS:
+            return _call_of(inputs, extras, options_from(options))
+        check_devices(Saved._fields, inputs)
+        saved = Saved._make(inputs)
+        return _call_of((saved.q, saved.k, saved.v), extras, options_from(options))
 
-    if options.mask_mod or options.score_mod:
-        _ = options.mods  # which enters their trees again where a bounded table has dropped them
-    flags: Any = *options[:BLOCK], *options.mask_block, *options[BLOCK + 1 :]
-    return ops.known(tensors, flags, make)
+    if options[MASK] or options[SCORE]:  # their trees, which a bounded table may have dropped
+        _ = options_from(options).mods
+    flags: Any = *options[:BLOCK], *options[BLOCK], *options[BLOCK + 1 :]
+    return ops.known((*inputs, *extras.tensors), flags, make), inputs, extras
 
 
 def _forward_kernel(args: tuple):
-    inputs, extras, options = parts_of(args, INPUTS)
-    call = _known((*inputs, *extras.tensors), inputs, extras, options)
-    q, k, v = inputs
+    call, (q, k, v), extras = _known(args, INPUTS)
     refuse_shards()
     return ops.run_forward(call, q, k=k, v=v, extras=extras)
 
 
 def _backward_kernel(args: tuple):
-    tensors, extras, options = parts_of(args, SAVED_TENSORS)
+    call, tensors, extras = _known(args, SAVED_TENSORS)
     saved = Saved._make(tensors)
-    inputs = saved.q, saved.k, saved.v
-    call = _known((*saved, *extras.tensors), inputs, extras, options)
     return ops.filled(ops.run_backward(call, saved, extras=extras), saved.q)
 
 
