@@ -33,9 +33,8 @@ from .schema import (
 
 Tensor = torch.Tensor
 FLAGS = "align", "deterministic", "has_bias_grad", "is_long"  # of a Problem
-# Places among the arguments after the tensors; a block is a list, as torch has it
-_AFTER = CALL_NAMES[len(Extras._fields) :]
-MASK, SCORE, BLOCK = (_AFTER.index(name) for name in ("mask_mod", "score_mod", "mask_block"))
+AFTER = CALL_NAMES[len(Extras._fields) :]  # the tensors; a block is a list, as torch has it
+MASK, SCORE, BLOCK = (AFTER.index(name) for name in ("mask_mod", "score_mod", "mask_block"))
 
 
 def parts_of(args: tuple, before: int) -> tuple[tuple, Extras, Options]:
@@ -70,8 +69,7 @@ def _known(args: tuple, before: int) -> tuple[Call, tuple, Extras]:
         if before == INPUTS:
             return _call_of(inputs, extras, options_from(options))
         check_devices(Saved._fields, inputs)
-        saved = Saved._make(inputs)
-        return _call_of((saved.q, saved.k, saved.v), extras, options_from(options))
+        return _call_of(inputs[2 : 2 + INPUTS], extras, options_from(options))
 
     if options[MASK] or options[SCORE]:  # their trees, which a bounded table may have dropped
         _ = options_from(options).mods
@@ -99,8 +97,8 @@ def _forward_fake(args: tuple):
 def _backward_fake(args: tuple):
     tensors, extras, options = parts_of(args, SAVED_TENSORS)
     check_devices(Saved._fields, tensors)
-    q, k, v = tensors[2 : 2 + INPUTS]
-    return ops.filled(empty_grads(problem_from((q, k, v), extras, options), q, k, v, extras), q)
+    inputs = q, k, v = tensors[2 : 2 + INPUTS]
+    return ops.filled(empty_grads(problem_from(inputs, extras, options), q, k, v, extras), q)
 
 
 # autograd and vmap
@@ -108,8 +106,8 @@ def _backward_fake(args: tuple):
 
 def _setup_context(ctx, inputs, output):
     tensors, extras, options = parts_of(inputs, INPUTS)
-    call = _call_of(tensors, extras, options)
-    ops.save(ctx, call, tensors=(*tensors, *extras.tensors), output=output)
+    saved = *tensors, *extras.tensors
+    ops.save(ctx, _call_of(tensors, extras, options), tensors=saved, output=output)
 
 
 def _op_backward(ctx, dout, dlse):
@@ -117,7 +115,7 @@ def _op_backward(ctx, dout, dlse):
     captured = INPUTS + OPTIONAL
     needs = ctx.needs_input_grad[captured]  # of a list a list, of None False
     is_list = isinstance(needs, (list, tuple))
-    after = (None,) * (len(CALL_NAMES) - len(Extras._fields))
+    after = (None,) * len(AFTER)
     if dout is None and dlse is None:
         return *(None,) * captured, None, *after
     dout = torch.zeros_like(out) if dout is None else dout
