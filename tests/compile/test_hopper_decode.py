@@ -174,9 +174,9 @@ def test_folds_round_alike_in_all_kernels(monkeypatch):
     assert all(few + one + two)
 
 
-# Bytes that a thread of one of two programs spills, by headdim: at 64 of the load warp, at 256 of
-# the fold, and some in the loop of blocks
-SPILLS_8 = {64: 280, 128: 0, 256: 400} if IS_3_6 else dict.fromkeys((64, 128, 256), 500)
+# Bytes that a thread of one of two programs spills, by headdim: at 64 of the load warp, at 128 once
+# a part beside copies by threads, at 256 of the fold, and some in the loop of blocks
+SPILLS_8 = {64: 280, 128: 8, 256: 408} if IS_3_6 else dict.fromkeys((64, 128, 256), 500)
 IN_LOOP_8 = {64: 0, 128: 0, 256: 9} if IS_3_6 else dict.fromkeys((64, 128, 256), 16)
 KEPT = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}
 CASES_8 = itertools.product((64, 128, 256), (64, 16), KEPT, ("head", "row"))
@@ -209,7 +209,7 @@ def test_rows_of_eight_bits_compile(headdim, rows, monkeypatch):
     where registers are few, for the scores before V P is begun.
     """
     monkeypatch.setattr(launch, "rows_of", lambda *asked: rows)
-    kernel = compiled(headdim, 16, causal=True, kept=KEPT["e4m3"], scales="head")
+    kernel = compiled(headdim, 64, causal=True, kept=KEPT["e4m3"], scales="head")
     more = {(128, 32): 150} if IS_3_6 else {}
     found = assert_fits(kernel, more.get((headdim, rows), SPILLS_8[headdim]))
     are_two = rows <= (16 if headdim == 256 else 32)
