@@ -11,7 +11,7 @@ from benchmarks.bench.shapes import square
 from benchmarks.blocks import Candidate, compile_all, configs, launch_of, name_of, time_all
 from tilewise.testing import use_interpreter
 from tilewise.tuning.config import Config
-from tilewise.tuning.select import is_overridden
+from tilewise.tuning.select import overrides
 
 SMALL = square("fwd", 64, 32, True, tokens=64, hidden=32, dtype="float32")
 
@@ -77,7 +77,7 @@ def test_tiles_are_checked_and_take_turns(kernel, tmp_path, monkeypatch):
     with use_interpreter():
         done = time_all(SMALL, kernel, asked, **run)
     assert [one.outcome.row is not None for one in done] == [True, True, False]
-    assert done[2].outcome.refused == "spills" and not is_overridden()
+    assert done[2].outcome.refused == "spills" and not overrides
     assert {config[:2] for name, config in seen if name == kernel} == {(32, 32), (16, 64)}
     rows = load(file)
     assert [row.extra["config"][:2] for row in rows] == [[32, 32], [16, 64]]

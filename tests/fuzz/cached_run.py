@@ -13,6 +13,7 @@ import torch
 
 import tilewise
 from tilewise.kernels.hopper.fwd import cached as hopper
+from tilewise.kernels.hopper.fwd import parts_launch
 from tilewise.kernels.portable import decode_launch
 from tilewise.testing import use_emulator, use_interpreter
 
@@ -74,7 +75,7 @@ def _on_cpu(case: CachedCase) -> Iterator[None]:
 @contextlib.contextmanager
 def _emulated(seed: int) -> Iterator[None]:
     """The emulator, on a GPU with so few SMs that tiles of small cases have a part or two."""
-    with use_emulator(seed), mock.patch.object(hopper, "SMS", 1 + seed % 2 * 131):
+    with use_emulator(seed), mock.patch.object(parts_launch, "SMS", 1 + seed % 2 * 131):
         yield
 
 

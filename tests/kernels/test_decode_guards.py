@@ -106,6 +106,19 @@ def test_what_a_tensor_looks_like_is_seen(log, how):
     assert calls.find((q, k, v), plain=("attention", [1])) == (None, None)
 
 
+def test_a_tensor_that_comes_twice_is_found_by_its_guard():
+    guards.known_guards.clear()
+    q, k, v = torch.zeros(3, 1, 4, 2, 8).unbind(0)
+    starts, other = torch.zeros(2, 4, dtype=torch.int32).unbind(0)
+    entry, twice = calls.Entry(), (q, k, v, None, starts, starts)
+    guards.remember(("key",), twice, entry)
+    recall = guards.known_guards.pop(("key",))
+    assert recall(twice) == (entry, [x.data_ptr() for x in twice if x is not None])
+    assert recall((q, k, v, None, other, other))[0] is entry
+    assert recall((q, k, v, None, starts, other)) is None
+    assert recall((q, q, v, None, starts, starts)) is None
+
+
 def test_guards_are_bounded_and_keep_nothing(log, monkeypatch):
     monkeypatch.setattr(guards, "MAX_GUARDS", 2)
     guards.known_guards.clear()

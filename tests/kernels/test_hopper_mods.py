@@ -82,8 +82,9 @@ def test_matrix(case, device):
     given = make_inputs(case.sizes, case.features, BF16, device, case.seed)
     asked = case.features._asdict()
     options = {name: asked[name] for name in ("causal", "window", "softcap", "scale", "layout")}
-    options |= {name: getattr(given, name) for name in ("alibi_slopes", "sinks", "seqused_k")}
-    options |= {"bias": given.bias, **modifiers(case.sizes, case.features, device)}
+    names = "alibi_slopes", "sinks", "seqused_k", "bias"
+    options |= {name: getattr(given.extras, name) for name in names}
+    options |= modifiers(case.sizes, case.features, device)
     try:
         check(given.q, given.k, given.v, **options)
     except NotImplementedError as refusal:

@@ -136,7 +136,7 @@ def test_unused_keys_of_a_batch(memory, causal):
     features = Features(causal=causal, seqused_k=(130, 0, 203), memory=memory)
     case = Case("used-keys", sizes, features)
     given = make_inputs(sizes, features, BF16, seed=case.seed)
-    options = {"causal": causal, "seqused_k": given.seqused_k}
+    options = {"causal": causal, "seqused_k": given.extras.seqused_k}
     call = Packed(given.q, given.k, given.v, options)
     check(call, emulated(call))
 

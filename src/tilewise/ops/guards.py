@@ -41,13 +41,23 @@ def remember(key: tuple, tensors: Sequence[Tensor | None], entry: Any) -> None:
         return
     if len(known_guards) >= MAX_GUARDS:
         known_guards.clear()
-    check = TensorGuards(*present, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    # torch's guards refuse a tensor that comes twice, as cu_seqlens of queries and keys may
+    first = {id(x): n for n, x in reversed([*enumerate(present)])}
+    repeats = [(first[id(x)], n) for n, x in enumerate(present) if first[id(x)] != n]
+    once = [n for n, x in enumerate(present) if first[id(x)] == n]
+    unique = [present[n] for n in once]
+    check = TensorGuards(*unique, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
     select = operator.itemgetter(*places)
     reference = weakref.ref(entry)  # a table drops what was not used for long
 
     def recall(tensors: Sequence[Any]) -> tuple[Any, list[int]] | None:
         selected = select(tensors)
-        if not check(*selected):
+        distinct = selected
+        if repeats:
+            if any([selected[m] is not selected[n] for m, n in repeats]):
+                return None
+            distinct = [selected[n] for n in once]
+        if not check(*distinct):
             return None
         addresses = list(map(Tensor.data_ptr, selected))
         if functools.reduce(operator.or_, addresses) % ALIGNMENT or (alive := reference()) is None:

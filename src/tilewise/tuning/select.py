@@ -16,7 +16,7 @@ from .config import Config, Key
 from .store import add, rows_of
 from .tables import TABLE, default
 
-_overrides: dict[str, Config] = {}
+overrides: dict[str, Config] = {}  # forced now, so that nothing kept from before may be used
 
 
 class Properties(Protocol):
@@ -29,7 +29,7 @@ class Properties(Protocol):
 
 def select(key: Key, device: torch.device) -> Config:
     """The configuration of a launch on `device`."""
-    return _overrides[key.kernel] if key.kernel in _overrides else _measured(key, device)
+    return overrides[key.kernel] if key.kernel in overrides else _measured(key, device)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -59,18 +59,13 @@ def override(**configs: Config) -> Generator[None]:
 
     with override(fwd=Config(64, 32, 4, 2)): ...
     """
-    saved = dict(_overrides)
-    _overrides.update(configs)
+    saved = dict(overrides)
+    overrides.update(configs)
     try:
         yield
     finally:
-        _overrides.clear()
-        _overrides.update(saved)
-
-
-def is_overridden() -> bool:
-    """Whether a configuration is forced now, so that nothing kept from before may be used."""
-    return bool(_overrides)
+        overrides.clear()
+        overrides.update(saved)
 
 
 def user_table(device: torch.device) -> dict[Key, Config]:

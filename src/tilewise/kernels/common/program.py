@@ -16,7 +16,7 @@ import torch
 import triton
 
 from ...emulation import cpu_modes, interpret
-from ...tuning.select import is_overridden
+from ...tuning.select import overrides
 from .alignment import ALIGNMENT
 from .building import first_launch, on_device
 from .direct import Relaunch, past_triton, relaunch_of
@@ -291,13 +291,13 @@ class Planned:
     def __call__(self, tensors: Sequence[Tensor | None], between: Any = None) -> tuple[Any, ...]:
         """The outputs of the program for tensors in the order of the fields."""
         program = self.program
-        if program is not None and not is_overridden():
+        if program is not None and not overrides:
             return program(tensors, between)
         program = self.plan(**operands_of(self.fields, tensors))
         outputs = program(tensors, between)
         # On CPU tensors calls of one signature may differ in strides: see `ops.run_backward`
         is_kept = program.again is not None or program.device.type != "cpu"
-        self.program = program if is_kept and not is_overridden() else None
+        self.program = program if is_kept and not overrides else None
         return outputs
 
 

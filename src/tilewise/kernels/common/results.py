@@ -30,7 +30,7 @@ AFTER_KEYS = Mark(lambda between, grads: between.after_keys(Grads._make(grads)))
 def forward_of(plan: Callable[..., Program]) -> Callable[..., tuple[Any, ...]]:
     """The forward of all calls of one signature, `(q, k, v, extras) -> (out, lse)`."""
     run = Planned(FORWARD, plan)
-    return lambda q, k, v, extras: run((q, k, v, *extras.tensors))
+    return lambda q, k, v, extras: run((q, k, v, *extras[:-1], *extras[-1]))
 
 
 def fp8_forward_of(plan: Callable[..., Program]) -> Callable[..., tuple[Any, ...]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ...mods.flat import loads_per_pair
 from ...problem import Problem
 from ...tuning.config import Config, Key
-from ...tuning.select import is_overridden
+from ...tuning.select import overrides
 from ...tuning.tables import has_little_room
 
 
@@ -27,11 +27,11 @@ def fit_to_memory(config: Config, key: Key, problem: Problem, side: str) -> Conf
         # makes no LLVM code of the forward's for gfx942
         is_one = key.block_d == 256 and key.arch in ("sm100", "gfx942")
         most[walked], stages = min(64, most[walked]), min(1 if is_one else 2, stages)
-    if is_padded and not is_overridden():
+    if is_padded and not overrides:
         most[walked] = min(32, most[walked])
         if key.block_d > 256:  # headdim 260, the forward on sm90: 1,832 bytes spilled, and none
             most = {side: min(32, most[side]), walked: 16}
     # Headdim 512 on sm89: dK and dV of 32 keys have 128 bytes too many with a captured table
-    if (is_read_in_tiles or is_padded) and has_little_room(key) and not is_overridden():
+    if (is_read_in_tiles or is_padded) and has_little_room(key) and not overrides:
         most = dict.fromkeys(most, 16)
     return config._replace(**most, num_stages=stages)
