@@ -28,7 +28,7 @@ from . import late
 from . import vmap as batching
 from .autocast import autocast as autocast
 from .calls import PLAIN_TENSORS, eager_apply, entry_of, has_lazy, layout_key, resolved
-from .context_parallel import contexts, refuse_shards
+from .context_parallel import refuse_shards
 from .schema import SAVED_TENSORS, Once, apply, arguments_of
 
 Tensor = torch.Tensor
@@ -55,11 +55,8 @@ def launch(call: Call, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> tuple
     if call.needs_grad:
         tensors = () if extras is NO_EXTRAS else extras.tensors
         return _apply_eagerly(call, q, k, v, *tensors)
-    if contexts:
-        refuse_shards()
-    if call.forward is None:
-        return run_forward(call, q, k=k, v=v, extras=extras)
-    return call.forward(q, k, v, extras)
+    refuse_shards()
+    return run_forward(call, q, k=k, v=v, extras=extras)
 
 
 def run_forward(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ...problem import Between, Extras, Grads, Problem, Saved
+from ...tuning.select import overrides
 from .operand import Operand, names_of, operand_of
 from .outputs import empty_grads, empty_out
 from .program import Mark, Planned, Program
@@ -30,7 +31,13 @@ AFTER_KEYS = Mark(lambda between, grads: between.after_keys(Grads._make(grads)))
 def forward_of(plan: Callable[..., Program]) -> Callable[..., tuple[Any, ...]]:
     """The forward of all calls of one signature, `(q, k, v, extras) -> (out, lse)`."""
     run = Planned(FORWARD, plan)
-    return lambda q, k, v, extras: run((q, k, v, *extras[:-1], *extras[-1]))
+
+    def forward(q: Any, k: Any, v: Any, extras: Extras) -> tuple[Any, ...]:
+        tensors = q, k, v, *extras[:-1], *extras[-1]
+        program = run.program  # of a warm call, which asks `Planned` for nothing else
+        return run(tensors) if program is None or overrides else program(tensors)
+
+    return forward
 
 
 def fp8_forward_of(plan: Callable[..., Program]) -> Callable[..., tuple[Any, ...]]:
