@@ -33,9 +33,9 @@ def newest(
 
 
 def host(evidence: Evidence, names: list[str], words: list[str]) -> str:
-    """Microseconds of the host a call: `{host flash: compile}`."""
+    """Microseconds of the host a call: `{host flash: compile}`, `{host: compile H100}`."""
     name = names[0] if names else OURS
-    found = [r for r in newest(evidence, "host", mode=words[0]) if r.provider == name]
+    found = [r for r in newest(evidence, "host", words[1:], mode=words[0]) if r.provider == name]
     return f"{found[-1].extra['host_us']:.0f}" if found else NONE
 
 
