@@ -40,7 +40,7 @@ def serves(problem: Problem, q: Tensor, k: Tensor) -> bool:
     return 0 < q.shape[1] * problem.group <= MAX_TILE_ROWS and k.shape[1] >= LEAST_KEYS
 
 
-def prepare(problem: Problem, scalars: Scalars) -> Callable[..., tuple]:
+def prepare(problem: Problem, scalars: Scalars) -> Callable[..., tuple[Tensor, Tensor]]:
     """The forward of all calls of one signature."""
     return forward_of(functools.partial(program_of, problem, scalars))
 

@@ -37,7 +37,9 @@ from .plan import Plan
 Tensor = torch.Tensor
 
 
-def prepare(problem: Problem, scalars: Scalars, q: Tensor, k: Tensor) -> Callable[..., tuple]:
+def prepare(
+    problem: Problem, scalars: Scalars, q: Tensor, k: Tensor
+) -> Callable[..., tuple[Tensor, Tensor]]:
     """`forward_of` a problem."""
     return forward_of(functools.partial(forward_program, problem, scalars))
 

@@ -61,7 +61,9 @@ class KeyCache(NamedTuple):
 NO_CACHE = KeyCache()
 
 
-def prepare(problem: Problem, scalars: Scalars, q: Tensor, k: Tensor) -> Callable[..., tuple]:
+def prepare(
+    problem: Problem, scalars: Scalars, q: Tensor, k: Tensor
+) -> Callable[..., tuple[Tensor, Tensor]]:
     """`forward_of` a problem, which allocates nothing but results, the tile counter, once a stream,
     and copies of rows that are no whole number of 16 bytes.
     """
