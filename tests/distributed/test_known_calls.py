@@ -23,7 +23,6 @@ from tilewise.distributed.methods import heads, one_launch, rows
 from tilewise.distributed.transport import arena as arenas
 from tilewise.distributed.transport.device_arena import EVENTS, DeviceArena
 from tilewise.distributed.transport.device_barrier import PAD, DeviceBarrier
-from tilewise.kernels.common import relaunch
 from tilewise.kernels.common.outputs import empty_out
 from tilewise.kernels.common.program import Program
 from tilewise.kernels.common.results import outputs_of
@@ -98,7 +97,6 @@ def gpu(monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_getCurrentStream", lambda index: (0, 0, 1), raising=False)
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
-    monkeypatch.setattr(relaunch, "has_launch_hooks", lambda: False)
     monkeypatch.setattr(runs_launch, "forward_program", forward_program)
     monkeypatch.setattr(Program, "run", small)
     monkeypatch.setattr(rows, "_backend_of_runs", lambda *args, **named: "hopper")

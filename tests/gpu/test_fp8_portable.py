@@ -89,7 +89,7 @@ def test_a_relaunch_reads_other_tensors(monkeypatch):
     monkeypatch.setattr(portable, "prepare_fp8", functools.cache(real))
     relaunched, launch = [], Program.__call__
     monkeypatch.setattr(
-        Program, "__call__", lambda self, row: relaunched.append(self.again) or launch(self, row)
+        Program, "__call__", lambda self, *x: relaunched.append(self.again) or launch(self, *x)
     )
     for call in (*calls, *calls):
         out, lse = run(portable, call, **options)

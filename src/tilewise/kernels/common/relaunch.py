@@ -8,17 +8,12 @@ import torch
 from triton import knobs
 
 
-def has_launch_hooks() -> bool:
-    """Whether a profiler has set Triton's launch hooks, which must then be called."""
+def may_relaunch(device: int | None) -> bool:
+    """Whether kernels may be launched without Triton's front end: the device is current, and no
+    profiler has set launch hooks, which must then be called.
+    """
     runtime = knobs.runtime
     for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
         if getattr(hook, "calls", hook):
-            return True
-    return False
-
-
-def may_relaunch(device: int | None) -> bool:
-    """Whether kernels may be launched without Triton's front end: the device is current, and no
-    profiler has set launch hooks.
-    """
-    return torch._C._cuda_getDevice() == device and not has_launch_hooks()
+            return False
+    return torch._C._cuda_getDevice() == device
