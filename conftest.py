@@ -10,6 +10,7 @@ NEED = {
     "examples/*": "click",
     "src/tilewise/integrations/diffusers/*": "diffusers",
     "src/tilewise/integrations/transformers/*": "transformers",
+    "src/tilewise/integrations/vllm/*": "vllm",
     "tests/integrations/sweep/*": "transformers",
 }
 

@@ -41,7 +41,9 @@ def test_the_wheel_says_what_the_project_says(wheel):
     assert [re.split("[>;]", x)[0] for x in needed] == ["torch", "triton"]
     assert said.get_payload().startswith("# tilewise\n")
     script = "tilewise = tilewise.cli.__main__:main"
-    assert script in inside.read(f"{NAME}.dist-info/entry_points.txt").decode()
+    points = inside.read(f"{NAME}.dist-info/entry_points.txt").decode()
+    assert script in points
+    assert "[vllm.general_plugins]\ntilewise = tilewise_plugins.vllm:register" in points
 
 
 def test_the_version_stands_in_one_place():

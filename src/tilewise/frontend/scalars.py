@@ -132,6 +132,11 @@ def check_causal(causal: bool | str) -> str:
         return "bottom_right"
     if isinstance(causal, str) and causal in ("bottom_right", "top_left"):
         return causal
+    if isinstance(causal, Tensor):
+        raise NotImplementedError(
+            f"causal is a tensor of shape {tuple(causal.shape)}: one call is causal for all of its "
+            "sequences or for none, so call once for each of the two kinds"
+        )
     raise ArgumentError(
         f"causal={causal!r}: it must be False, True, 'bottom_right' (what True means) or 'top_left'"
     )

@@ -1,0 +1,88 @@
+"""The tensors of a step, as vLLM's model runner hands them over. Nothing is read or copied here, so
+the metadata of a captured graph is right for every batch that the graph replays.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, ClassVar
+
+import torch
+from vllm.v1.attention.backend import (
+    AttentionCGSupport,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+)
+
+from ..engines import Step
+
+Tensor = torch.Tensor
+OTHERS = "serve this model with --attention-backend TRITON_ATTN"
+# Fields of vLLM's metadata that ask for another mask
+MASKS = {
+    "mm_req_doc_ranges": "image tokens that attend to later ones (PrefixLM)",
+    "rswa_prefix_lens": "reference sliding windows (R-SWA)",
+}
+
+
+class TilewiseMetadata(Step):
+    """A step, and what a layer needs to know of it besides."""
+
+    def __init__(self, common: CommonAttentionMetadata) -> None:
+        for name, mask in MASKS.items():
+            if getattr(common, name, None) is not None:
+                raise NotImplementedError(f"tilewise does not support {mask}: {OTHERS}")
+        if isinstance(common.causal, Tensor):
+            raise NotImplementedError(
+                "tilewise does not support batches in which some requests are causal and some are "
+                f"not: {OTHERS}"
+            )
+        super().__init__(
+            common.query_start_loc,
+            seqused_k=common.seq_lens,
+            page_table=common.block_table_tensor,
+            max_seqlen_q=common.max_query_len,
+        )
+        self.causal = common.causal
+        self.num_actual_tokens = common.num_actual_tokens
+        self.slot_mapping = common.slot_mapping
+
+
+class TilewiseBuilder(AttentionMetadataBuilder[Any]):
+    """Makes the metadata of a group of layers."""
+
+    _cudagraph_support: ClassVar = AttentionCGSupport.ALWAYS
+    supports_update_block_table = True
+    supports_draft_decode_metadata_update = True
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> TilewiseMetadata:
+        return TilewiseMetadata(common_attn_metadata)
+
+    def build_for_cudagraph_capture(
+        self, common_attn_metadata: CommonAttentionMetadata
+    ) -> TilewiseMetadata:
+        """Metadata of a graph, which knows no bound on the lengths of the batches to come."""
+        metadata = self.build(0, common_attn_metadata)
+        metadata.max_seqlen_q = None
+        metadata.seqused_k.fill_(1)  # the longest sequences would make the capture slow
+        return metadata
+
+    def update_block_table(
+        self, metadata: TilewiseMetadata, blk_table: Tensor, slot_mapping: Tensor
+    ) -> TilewiseMetadata:
+        updated = copy.copy(metadata)
+        updated.page_table, updated.slot_mapping = blk_table, slot_mapping
+        return updated
+
+    def update_draft_decode_metadata(self, metadata: TilewiseMetadata) -> None:
+        """Nothing: the tensors are vLLM's own, which it has updated."""
