@@ -11,6 +11,7 @@ from .decode import decode
 from .dense import dense
 from .distributed import distributed
 from .modifiers import modifiers
+from .serving import serving
 from .varlen import varlen
 
 
@@ -31,5 +32,5 @@ bench = Bench(
     help=dense.help,
     short_help="Time attention and its peers, after checking each result.",
     subcommand_metavar="[fwd|bwd|fwd+bwd]...",
-    commands=[dense, varlen, modifiers, decode, distributed],
+    commands=[dense, varlen, modifiers, decode, serving, distributed],
 )
