@@ -9,6 +9,7 @@ NEED = {
     "tests/benchmarks/*": "click",
     "examples/*": "click",
     "src/tilewise/integrations/diffusers/*": "diffusers",
+    "src/tilewise/integrations/sglang/*": "sglang",
     "src/tilewise/integrations/transformers/*": "transformers",
     "src/tilewise/integrations/vllm/*": "vllm",
     "tests/integrations/sweep/*": "transformers",

@@ -44,6 +44,7 @@ def test_the_wheel_says_what_the_project_says(wheel):
     points = inside.read(f"{NAME}.dist-info/entry_points.txt").decode()
     assert script in points
     assert "[vllm.general_plugins]\ntilewise = tilewise_plugins.vllm:register" in points
+    assert "[sglang.srt.plugins]\ntilewise = tilewise_plugins.sglang:register" in points
 
 
 def test_the_version_stands_in_one_place():

@@ -7,16 +7,16 @@ only by a commit that says what it adds and why; the others never.
 import pytest
 from helpers.counters import count
 
-AT_LEAST = {"arguments by keyword, percent": 18.4}
+AT_LEAST = {"arguments by keyword, percent": 18.5}
 AT_MOST = {
     # Sizes
-    "lines": 50_849,
-    "files that name softcap": 26,
-    "files that name sinks": 33,
+    "lines": 51_162,
+    "files that name softcap": 27,
+    "files that name sinks": 34,
     "files attention() imports": 39,
     "lines attention() imports": 5_522,
     # One record, one dispatcher, one file of checks, one way to launch
-    "records per 1,000 lines, host": 3.32,
+    "records per 1,000 lines, host": 3.22,
     "records per 1,000 lines, device": 6.65,
     "records built at one place, host": 20,
     "records built at one place, device": 57,
@@ -24,7 +24,7 @@ AT_MOST = {
     "dispatchers": 1,
     "check files": 2,
     # Plain English
-    "calls with *x per 1,000 lines": 1.69,
+    "calls with *x per 1,000 lines": 1.67,
     "calls with a tuple's *": 0,
     "vague locals": 32,
     "docstrings without a subject": 0,

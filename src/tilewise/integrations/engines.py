@@ -30,11 +30,13 @@ class Step:
         seqused_k: Tensor,  # (batch,), the keys of each sequence, with those of this step
         page_table: Tensor,  # (batch, pages)
         max_seqlen_q: int | None = None,  # no sequence has more queries; None: not known
+        mask_mod: Any = None,  # of a step whose queries are trees of drafts
     ) -> None:
         self.cu_seqlens_q = cu_seqlens_q
         self.seqused_k = seqused_k
         self.page_table = page_table
         self.max_seqlen_q = max_seqlen_q
+        self.mask_mod = mask_mod
 
 
 class Layer:
@@ -87,6 +89,7 @@ class Layer:
             seqused_k=step.seqused_k,
             page_table=step.page_table,
             max_seqlen_q=step.max_seqlen_q,
+            mask_mod=step.mask_mod,
             out=out,
             return_lse=return_lse,
             **self.scores,

@@ -1,0 +1,447 @@
+"""SGLang's backend with fakes of the few classes it touches: batches of all kinds against
+attention over whole sequences, what a graph records, and what is refused. `tests/engines` has the
+real classes.
+"""
+
+import importlib
+import logging
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import sglang_names as names
+from helpers.sglang_batches import STEPS, Requests
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tilewise import attention_reference
+from tilewise_plugins import sglang as plugin
+
+SINKS = torch.tensor([0.3, 2.0, -1.0, 0.0])
+LAYERS = {
+    "plain": {},
+    "window": dict(sliding_window_size=23),
+    "softcap": dict(logit_cap=2.0),
+    "sinks": dict(sliding_window_size=7),
+}
+
+
+@pytest.fixture
+def backend(monkeypatch):
+    """The module under test, imported over fakes."""
+    names.install(monkeypatch)
+    for name in [x for x in sys.modules if x.startswith("tilewise.integrations.sglang")]:
+        monkeypatch.delitem(sys.modules, name)
+    yield importlib.import_module("tilewise.integrations.sglang.backend")
+    for name in [x for x in sys.modules if x.startswith("tilewise.integrations.sglang")]:
+        del sys.modules[name]
+
+
+def configure(backend, monkeypatch, **changes):
+    for name, get in names.settings(**changes).items():
+        monkeypatch.setattr(backend, name, get)
+
+
+def scores(module, **others):
+    """The keywords of `attention_reference`."""
+    left = module.sliding_window_size
+    return (
+        dict(
+            causal=True,
+            scale=module.scaling,
+            window=(left, 0) if left >= 0 else None,
+            softcap=module.logit_cap or None,
+        )
+        | others
+    )
+
+
+def check_whole(requests, served, **others):
+    for b in range(len(requests.q)):
+        whole = attention_reference(
+            *(x.double() for x in requests.whole(b)), **scores(requests.module, **others)
+        )
+        torch.testing.assert_close(requests.out(served, b), whole[0].float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("page_size", (1, 16))
+@pytest.mark.parametrize("name", LAYERS)
+def test_batches_give_what_whole_sequences_give(backend, name, page_size):
+    runner, sinks = names.runner(page_size=page_size), SINKS if name == "sinks" else None
+    served = backend.TilewiseBackend(runner)
+    requests = Requests(names, runner, names.layer(**LAYERS[name]))
+    for counts, mode in STEPS:
+        requests.step([served], counts, mode, sinks=sinks)
+    check_whole(requests, served, sinks=sinks)
+
+
+def test_a_pool_with_heads_before_tokens(backend):
+    pool = names.MHATokenToKVPool(
+        256, page_size=16, dtype=torch.float32, heads=2, headdim=16, headdim_v=8, hnd=True
+    )
+    runner = names.runner(pool, page_size=16)
+    served = backend.TilewiseBackend(runner)
+    requests = Requests(names, runner, names.layer(v_head_dim=8))
+    for counts, mode in STEPS:
+        requests.step([served], counts, mode)
+    check_whole(requests, served)
+
+
+def test_an_encoder_sees_all_tokens(backend):
+    runner = names.runner()
+    served = backend.TilewiseBackend(runner)
+    module = names.layer(attn_type=names.AttentionType.ENCODER_ONLY, sliding_window_size=6)
+    requests = Requests(names, runner, module)
+    requests.step([served], (5, 40, 17, 3), "EXTEND")
+    check_whole(requests, served, causal=False, window=(6, 6))
+
+
+def test_a_pool_of_8_bits_has_the_scales_of_its_layer(backend):
+    runner = names.runner(
+        names.MHATokenToKVPool(512, page_size=1, dtype=torch.float8_e4m3fn, heads=2, headdim=16)
+    )
+    served = backend.TilewiseBackend(runner)
+    module = names.layer(k_scale=torch.tensor(0.02), v_scale=torch.tensor(0.05))
+    requests = Requests(names, runner, module)
+    for counts, mode in STEPS:
+        requests.step([served], counts, mode)
+    for sides, scale in ((requests.k, module.k_scale), (requests.v, module.v_scale)):
+        for rows in sides:
+            rows[:] = [(x / scale).to(torch.float8_e4m3fn).float() * scale for x in rows]
+    check_whole(requests, served)
+
+
+def test_scales_of_a_checkpoint_do_not_change_a_pool_of_16_bits(backend):
+    runner = names.runner()
+    served = backend.TilewiseBackend(runner)
+    requests = Requests(names, runner, names.layer(k_scale=torch.tensor(0.02)))
+    requests.step([served], (5, 3, 0, 0), "EXTEND")
+    check_whole(requests, served)
+
+
+def test_a_layer_may_read_what_another_wrote(backend):
+    """K and V are None, or were written before."""
+    runner = names.runner()
+    served = backend.TilewiseBackend(runner)
+    requests = Requests(names, runner, names.layer())
+    (out,) = requests.step([served], (5, 3, 0, 0), "EXTEND")
+    batch, q = requests.batch((0, 0, 0, 0), "EXTEND"), torch.cat([x for x, *_ in requests.q[:2]])
+    for rows in ((None, None), (torch.full((8, 2, 16), torch.nan),) * 2):
+        again = served.forward_extend(
+            q, *rows, requests.module, batch, save_kv_cache=rows[0] is None
+        )
+        assert torch.equal(out, again)
+
+
+def test_lengths_may_be_on_the_device_alone(backend):
+    """Then a request may have as many keys as there are."""
+    runner = names.runner(page_size=16)
+    served = backend.TilewiseBackend(runner)
+    requests = Requests(names, runner, names.layer())
+    (out,) = requests.step([served], (5, 3, 0, 0), "EXTEND")
+    q = torch.cat([x for x, *_ in requests.q[:2]])
+    batch = SimpleNamespace(
+        forward_mode=names.ForwardMode.TARGET_VERIFY,
+        spec_info=SimpleNamespace(draft_token_num=1),
+        seq_lens=torch.tensor([4, 2]),
+        seq_lens_cpu=None,
+        extend_seq_lens_cpu=None,
+        req_pool_indices=torch.tensor([1, 2]),
+    )
+    served.init_forward_metadata(batch)
+    assert served.forward_metadata.page_table.shape == (2, 32)
+    last = served.forward_extend(q[[4, 7]], None, None, requests.module, batch)
+    torch.testing.assert_close(last, out[[4, 7]])
+
+
+# Speculation
+
+
+def test_a_chain_of_drafts_gives_what_single_tokens_give(backend, monkeypatch):
+    configure(backend, monkeypatch, topk=1, drafts=3, algorithm="EAGLE")
+    runner = names.runner(page_size=16)
+    served = backend.TilewiseBackend(runner)
+    requests = Requests(names, runner, names.layer(sliding_window_size=23))
+    requests.step([served], (5, 40, 14, 0), "EXTEND")
+    requests.step([served], (3, 3, 3, 0), "TARGET_VERIFY", drafts=3)
+    check_whole(requests, served)
+    mask = served.verify_mask
+    assert mask.fits(8) and not mask.fits(9) and not mask.is_read
+
+
+class Static(TorchDispatchMode):
+    """Fails where a graph could not be recorded: a value is read on the host, or a shape depends
+    on values.
+    """
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        assert "_local_scalar_dense" not in str(function) and "nonzero" not in str(function)
+        return function(*args, **(kwargs or {}))
+
+
+def graph_batch(batch, size):
+    """The tensors a runner refreshes for a graph of `size` requests, with those that pad it."""
+    more = size - batch.batch_size
+
+    def padded(x, value):
+        return torch.cat([x, torch.full((more,), value, dtype=x.dtype)])
+
+    return SimpleNamespace(
+        **vars(batch)
+        | dict(
+            batch_size=size,
+            req_pool_indices=padded(batch.req_pool_indices, 0),
+            seq_lens=padded(batch.seq_lens, 1),
+        )
+    )
+
+
+@pytest.mark.parametrize("page_size", (1, 16))
+def test_a_graph_follows_each_batch(backend, page_size):
+    """What is captured once is run for other batches, whose tensors have the same addresses."""
+    runner = names.runner(page_size=page_size)
+    served = backend.TilewiseBackend(runner)
+    served.init_cuda_graph_state(max_bs=4, max_num_tokens=4)
+    requests = Requests(names, runner, names.layer())
+    requests.step([served], (5, 70, 17, 0), "EXTEND")
+    batch = requests.batch((1, 1, 1, 0), "DECODE")
+    static = graph_batch(batch, size=4)
+    served.init_forward_metadata_out_graph(static, in_capture=True)
+    step = served.forward_metadata
+    captured = [x.data_ptr() for x in (step.cu_seqlens_q, step.seqused_k, step.page_table)]
+    for counts in ((0, 0, 0, 0), (1, 1, 1, 0), (0, 1, 0, 0)):
+        batch = requests.batch(counts, "DECODE") if any(counts) else batch
+        now = graph_batch(batch, size=4)
+        static.seq_lens.copy_(now.seq_lens)
+        static.req_pool_indices.copy_(now.req_pool_indices)
+        served.init_forward_metadata_out_graph(static)  # replay: does nothing
+        with Static():
+            served.init_forward_metadata_in_graph(static)
+        of_graph = served.forward_metadata
+        q, k, v = requests.tokens((1,) * batch.batch_size)
+        more = 4 - batch.batch_size
+        rows = [torch.cat([x, torch.zeros(more, *x.shape[1:])]) for x in (q, k, v)]
+        static.out_cache_loc = torch.cat([batch.out_cache_loc, torch.zeros(more).long()])
+        out = served.forward(*rows, requests.module, static)
+        assert out.isfinite().all()
+        served.init_forward_metadata(batch)
+        assert torch.equal(out[: batch.batch_size], served.forward(q, k, v, requests.module, batch))
+        served.forward_metadata = of_graph
+    assert captured == [
+        x.data_ptr() for x in (of_graph.cu_seqlens_q, of_graph.seqused_k, of_graph.page_table)
+    ]
+    assert served.get_cuda_graph_seq_len_fill_value() == 1
+
+
+def test_a_graph_of_prompts(backend):
+    runner = names.runner()
+    served = backend.TilewiseBackend(runner)
+    served.init_cuda_graph_state(max_bs=4, max_num_tokens=64)
+    requests = Requests(names, runner, names.layer())
+    batch, rows = requests.batch((5, 40, 17, 2), "EXTEND"), requests.tokens((5, 40, 17, 2))
+    served.init_forward_metadata_out_graph(batch, in_capture=True)
+    with Static():
+        served.init_forward_metadata_in_graph(batch)
+    assert served.forward_metadata.max_seqlen_q == 64
+    out = served.forward(*rows, requests.module, batch)
+    served.init_forward_metadata(batch)
+    assert served.forward_metadata.max_seqlen_q == 40
+    torch.testing.assert_close(out, served.forward(*rows, requests.module, batch))
+
+
+def parents_mask(parents):
+    """drafts x drafts: a draft attends to itself and to its ancestors."""
+    cells = torch.eye(len(parents), dtype=torch.bool)
+    for i, parent in enumerate(parents):
+        if parent is not None:
+            cells[i] |= cells[parent]
+    return cells
+
+
+TREES = [(None, 0, 0, 1), (None, 0, 1, 2)], [(None, 0, 0, 0), (None, 0, 1, 0)]
+
+
+@pytest.mark.parametrize("in_graph", (False, True))
+def test_trees_of_drafts(backend, monkeypatch, in_graph):
+    """One graph verifies the trees of each batch, which the draft stage writes to `verify_mask`."""
+    configure(backend, monkeypatch, topk=2, drafts=4, algorithm="EAGLE")
+    runner = names.runner()
+    served = backend.TilewiseBackend(runner)
+    served.init_cuda_graph_state(max_bs=8, max_num_tokens=32)
+    requests = Requests(names, runner, names.layer(logit_cap=5.0))
+    requests.step([served], (5, 40, 0, 0), "EXTEND")
+    mask, before = served.verify_mask, [len(x) for x in requests.slots]
+    assert mask.is_read and mask.mode == names.TreeMaskMode.QLEN_ONLY
+    batch = requests.batch((4, 4, 0, 0), "TARGET_VERIFY", drafts=4, cells=mask.buffer)
+    rows = requests.tokens((4, 4))
+    if in_graph:
+        served.init_forward_metadata_out_graph(batch, in_capture=True)
+    for trees in TREES:
+        cells = [parents_mask(parents) for parents in trees]
+        mask.buffer[:32] = torch.stack(cells).flatten()
+        if in_graph:
+            with Static():
+                served.init_forward_metadata_in_graph(batch)
+        else:
+            served.init_forward_metadata(batch)
+        out = served.forward(*rows, requests.module, batch).unflatten(1, (4, 16)).split(4)
+        for b in range(2):
+            q, k, v = (x.double() for x in requests.whole(b))
+            seen = torch.cat([torch.ones(4, before[b]).bool(), cells[b]], 1)
+            hidden = torch.zeros(1, 1, *seen.shape).double().masked_fill(~seen, -torch.inf)
+            expected = attention_reference(q[:, -4:], k, v, scale=0.25, softcap=5.0, bias=hidden)
+            torch.testing.assert_close(out[b], expected[0].float(), rtol=1e-5, atol=1e-5)
+
+
+# What is refused, with the way out
+
+RUNNERS = {
+    "latent attention": (dict(use_mla_backend=True), {}, "triton"),
+    "cross attention": (dict(encoder=True), {}, "triton"),
+    "draft models": (dict(is_draft_worker=True), {}, "speculative-draft-attention-backend"),
+    "denoise": ({}, dict(dllm="LowConfidence"), "triton"),
+    "within chunks": (dict(attention_chunk_size=64), {}, "triton"),
+    "context parallelism": ({}, dict(cp=2), "--attn-cp-size"),
+    "trees of n-grams": (
+        {},
+        dict(topk=4, drafts=4, algorithm="NGRAM"),
+        "--speculative-ngram-max-bfs-breadth 1",
+    ),
+    "trees of over 64": ({}, dict(topk=4, drafts=65), "--speculative-num-draft-tokens"),
+    "--enable-deterministic-inference": (
+        dict(device="cuda"),
+        dict(deterministic=True),
+        "a Hopper GPU",
+    ),
+}
+BITS = dict(page_size=1, heads=2, headdim=16)
+POOLS = {
+    "type OtherPool": (
+        names.OtherPool(8, dtype=torch.float16, **BITS),
+        "--disable-hybrid-swa-memory",
+    ),
+    "float8_e5m2": (
+        names.MHATokenToKVPool(8, dtype=torch.float8_e5m2, **BITS),
+        "--kv-cache-dtype auto or fp8_e4m3",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", RUNNERS)
+def test_a_runner_is_refused(backend, monkeypatch, what):
+    of_runner, of_server, way_out = RUNNERS[what]
+    configure(backend, monkeypatch, **of_server)
+    with pytest.raises(NotImplementedError, match=rf"{what}.*: .*{way_out}"):
+        backend.TilewiseBackend(names.runner(**of_runner))
+
+
+@pytest.mark.parametrize("what", POOLS)
+def test_a_pool_is_refused(backend, what):
+    pool, way_out = POOLS[what]
+    with pytest.raises(NotImplementedError, match=rf"{what}.*: .*{way_out}"):
+        backend.TilewiseBackend(names.runner(pool))
+
+
+@pytest.mark.parametrize(
+    ("of_layer", "others", "what"),
+    [
+        (dict(attn_type=names.AttentionType.DECODER_BIDIRECTIONAL), {}, "DECODER_BIDIRECTIONAL"),
+        (dict(is_cross_attention=True), {}, "is_cross_attention"),
+        (dict(xai_temperature_len=1024), {}, "xai_temperature_len"),
+        (dict(logit_cap=1.0, logit_capping_method="clip"), {}, "clip"),
+        ({}, dict(q_rope=torch.ones(1)), "q_rope"),
+        ({}, dict(return_lse=True), "return_lse"),
+    ],
+    ids=str,
+)
+def test_a_layer_is_refused(backend, of_layer, others, what):
+    runner = names.runner()
+    requests = Requests(names, runner, names.layer(**of_layer))
+    with pytest.raises(NotImplementedError, match=rf"{what} in layer 0: use --attention-backend"):
+        requests.step([backend.TilewiseBackend(runner)], (3, 0, 0, 0), "EXTEND", **others)
+
+
+def test_arguments_that_ask_for_nothing_are_no_reason(backend):
+    runner = names.runner()
+    requests = Requests(names, runner, names.layer())
+    none = dict(q_rope=None, return_lse=False)
+    requests.step([backend.TilewiseBackend(runner)], (3, 0, 0, 0), "EXTEND", **none)
+
+
+@pytest.mark.parametrize("mode", ("DLLM_EXTEND", "DRAFT_EXTEND_V2"))
+def test_a_kind_of_batch_is_refused(backend, mode):
+    runner = names.runner()
+    requests = Requests(names, runner, names.layer())
+    with pytest.raises(NotImplementedError, match=f"mode {mode}: use"):
+        requests.step([backend.TilewiseBackend(runner)], (3, 0, 0, 0), mode)
+
+
+def test_drafts_of_different_numbers_are_refused(backend, monkeypatch):
+    configure(backend, monkeypatch, drafts=3, topk=1)
+    runner = names.runner()
+    batch = Requests(names, runner, names.layer()).batch((3, 0, 0, 0), "TARGET_VERIFY", drafts=3)
+    batch.spec_info.ragged_verify_layout = object()
+    with pytest.raises(NotImplementedError, match="SGLANG_RAGGED_VERIFY_MODE=static"):
+        backend.TilewiseBackend(runner).init_forward_metadata(batch)
+
+
+def test_trees_and_windows_are_refused(backend, monkeypatch):
+    configure(backend, monkeypatch, topk=2, drafts=2, algorithm="EAGLE")
+    runner = names.runner()
+    requests = Requests(names, runner, names.layer(sliding_window_size=9))
+    served = backend.TilewiseBackend(runner)
+    batch = requests.batch((2, 0, 0, 0), "TARGET_VERIFY", drafts=2, cells=torch.ones(4).bool())
+    served.init_forward_metadata(batch)
+    with pytest.raises(NotImplementedError, match="--speculative-eagle-topk 1"):
+        served.forward(*requests.tokens((2,)), requests.module, batch)
+
+
+def test_an_idle_batch(backend):
+    runner = names.runner()
+    requests = Requests(names, runner, names.layer())
+    backend.TilewiseBackend(runner).init_forward_metadata(requests.batch((0,) * 4, "IDLE"))
+
+
+def test_determinism_is_the_contract_of_the_cache(backend, monkeypatch):
+    configure(backend, monkeypatch, deterministic=True)
+    calls = []
+    monkeypatch.setattr(backend, "batch_invariant", lambda: calls.append(1))
+    backend.TilewiseBackend(names.runner())
+    assert calls
+
+
+# The plug-in
+
+
+def test_the_plugin_adds_a_name(backend):
+    plugin.register()
+    plugin.register()  # each process may do it twice
+    modules = {
+        name.rpartition(".")[2]: x for name, x in sys.modules.items() if "sglang.srt" in name
+    }
+    assert modules["attention_registry"].ATTENTION_BACKENDS == {"tilewise": plugin.create}
+    for name in vars(modules["choices"]):
+        if name.isupper():
+            assert getattr(modules["choices"], name) == ["triton", "tilewise"]
+
+
+def test_an_error_does_not_stop_a_server(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "sglang.srt.arg_groups", None)
+    with caplog.at_level(logging.WARNING, logger="sglang.tilewise"):
+        plugin.register()
+    assert "not among the attention backends of this SGLang" in caplog.text
+
+
+@pytest.mark.parametrize("version", ("0.5.22", "0.6.0rc1", "1.0", "0.4.99.post2"))
+def test_another_version_is_refused(version):
+    from tilewise.integrations.sglang import check_version
+
+    with pytest.raises(NotImplementedError, match=f"this is {version}: install"):
+        check_version(version)
+
+
+def test_versions_that_are_known():
+    from tilewise.integrations.sglang import check_version
+
+    for version in ("0.5.23", "0.5.23.post1", "0.5.24rc1"):
+        check_version(version)
