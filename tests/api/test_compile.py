@@ -10,6 +10,8 @@ import pytest
 import torch
 from helpers.tiers import sample, sample_rows
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_inductor_cache
 
 import tilewise
 from tilewise.mods import expressions
@@ -83,6 +85,45 @@ def test_no_recompile_for_a_length(features):
     for seqlen in (8, 16, 24, 33, 100):
         check_equal(attend, again, qkv(2, seqlen))
     assert counter.frame_count == 2
+
+
+def test_a_graph_guards_what_the_caller_passed():
+    """Not what checks read: each guard costs time at every run of the graph."""
+    guarded, again = (
+        [],
+        torch.compile(
+            lambda q, k, v: tilewise.attention(q, k, v, causal=True),
+            fullgraph=True,
+            options={
+                "guard_filter_fn": lambda guards: guarded.extend(guards) or [True] * len(guards)
+            },
+        ),
+    )
+    with torch.no_grad():
+        again(*qkv(1, 16))
+    assert len(guarded) < 100, len(guarded)
+
+
+def test_a_graph_is_cached_on_disk():
+    """By AOTAutograd, which refuses functions that it does not know."""
+    counters["aot_autograd"].clear()
+    with fresh_inductor_cache(), torch.no_grad():
+        again = torch.compile(lambda q, k, v: tilewise.attention(q, k, v, causal=True))
+        again(*qkv(1, 16))
+    assert not counters["aot_autograd"]["autograd_cache_bypass"]
+    assert counters["aot_autograd"]["autograd_cache_saved"]
+
+
+@pytest.mark.parametrize("name", ["scale", "softcap"])
+def test_a_number_that_changes(name):
+    def attend(q, k, v, number):
+        return tilewise.attention(q, k, v, causal=True, return_lse=True, **{name: number})
+
+    again, counter = compiled(attend)
+    for number in (0.5, 0.75, 1.25, 2.0):
+        tensors = qkv(2, 9)
+        torch.testing.assert_close(again(*tensors, number), attend(*tensors, number))
+    assert counter.frame_count <= 5  # and one restart
 
 
 def test_no_recompile_for_lengths_that_part():

@@ -23,6 +23,7 @@ from . import invariance, paths
 from .cached import attend_cached, check_cached, is_cached, launch_step
 from .call import call, launch
 from .checks import in_order, sizes_of
+from .compiled import one_node
 from .paths import ONE_BYTE
 from .scalars import (
     Numbers,
@@ -218,6 +219,15 @@ def attention(
             # Of a cache it says which kernels launch; of packed keys, which tile they take
             bound = as_bound if cu_seqlens_k is not None else step_bound
             plain = "attention with bounds", *plain, bound(max_seqlen_q), as_bound(max_seqlen_k)
+        elif torch.compiler.is_dynamo_compiling() and not (
+            is_cached(k, page_table, cu_seqlens_q, cu_seqlens_k)
+            or not (split_size is k_descale is v_descale is out is None)
+        ):
+            named: Any = dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, bias=bias)
+            named |= dict(seqused_k=seqused_k, seqused_q=seqused_q, alibi_slopes=alibi_slopes)
+            named |= dict(scale=scale, softcap=softcap, sinks=sinks, causal=causal, window=window)
+            named |= dict(deterministic=deterministic, layout=layout, return_lse=return_lse)
+            return as_one_node(q, k, v, backend=backend, **named)
         tensors: tuple[Any, ...] = q, k, v, page_table, seqused_k, cu_seqlens_q, alibi_slopes, sinks
         # Those of a decode step first, in its order
         tensors = *tensors, k_descale, v_descale, out, seqused_q, cu_seqlens_k, bias
@@ -240,18 +250,11 @@ def attention(
         check_bounds(max_seqlen_q, max_seqlen_k)
         check_flag("deterministic", deterministic)
         return_lse = check_flag("return_lse", return_lse)
-        outputs = paths.attend_fp8(
-            paths.eight_bit_inputs(q, k, v, q_descale, k_descale, v_descale),
-            is_raw=not isinstance(q, Quantized),
-            extras=extras,
-            numbers=numbers,
-            max_seqlen_q=max_seqlen_q,
-            layout=layout,
-            out_dtype=out_dtype,
-            backward=backward,
-            backend=backend,
-            wants_lse=return_lse,
-        )
+        inputs = paths.eight_bit_inputs(q, k, v, q_descale, k_descale, v_descale)
+        options: Any = dict(layout=layout, out_dtype=out_dtype, backward=backward, backend=backend)
+        options |= dict(max_seqlen_q=max_seqlen_q, is_raw=not isinstance(q, Quantized))
+        options |= dict(extras=extras, numbers=numbers, wants_lse=return_lse)
+        outputs = paths.attend_fp8(inputs, **options)
         return outputs if return_lse else outputs[0]
     check_causal(causal)
     check_dropout(dropout_p)
@@ -265,8 +268,9 @@ def attention(
         cached = Cached(q, k, v, page_table, extras=extras, backend=backend, entry=entry)
         cached = cached._replace(k_descale=k_descale, v_descale=v_descale)
         cached = cached._replace(longest=longest_of(max_seqlen_q))
-        options: Any = dict(split_size=split_size, mask_mod=mask_mod, layout=layout)
-        cached = check_cached(cached, numbers, **options)
+        cached = check_cached(
+            cached, numbers, split_size=split_size, mask_mod=mask_mod, layout=layout
+        )
         if not is_cache and ops.needs_grad(cached.q, cached.k, cached.v, sinks):
             refuse_gradients("slopes", [("alibi_slopes", alibi_slopes)])
             out, lse = cache_ops.train(cached, check_flag("deterministic", deterministic))
@@ -318,3 +322,6 @@ def attention(
     if layout == "bhsd" and not is_packed:
         out = out.transpose(1, 2)
     return (out, lse) if return_lse else out
+
+
+as_one_node = one_node(attention, "as_one_node")

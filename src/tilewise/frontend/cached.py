@@ -33,7 +33,10 @@ Tensor = torch.Tensor
 
 
 def is_cached(
-    k: Tensor, page_table: Tensor | None, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None
+    k: Tensor | None,
+    page_table: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
 ) -> bool:
     """Whether k and v are a KV cache: pages, of 8 bits, or rows of a batch with packed queries."""
     if page_table is not None or is_one_byte(k):

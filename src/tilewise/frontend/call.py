@@ -68,10 +68,19 @@ def check(
     if deterministic and mods.score:
         check_order(captured_by_score(mods, extras.captured))
     scalars = check_numbers(numbers, q, words)
-    flags: Any = dict(mods=mods, deterministic=deterministic, is_long=is_long)
-    flags["has_bias_grad"] = extras.bias is not None and extras.bias.requires_grad
-    align = check_causal(numbers.causal)
-    return Call(describe(q, k, v, extras=extras, scalars=scalars, align=align, **flags), scalars)
+    problem = describe(
+        q,
+        k,
+        v,
+        extras=extras,
+        scalars=scalars,
+        align=check_causal(numbers.causal),
+        mods=mods,
+        deterministic=deterministic,
+        is_long=is_long,
+        has_bias_grad=extras.bias is not None and extras.bias.requires_grad,
+    )
+    return Call(problem, scalars)
 
 
 def check_bias(
@@ -168,12 +177,21 @@ def call(
         q, k, v, *optional = tensors = resolved(tensors)
         extras = extras_of(optional)
     numbers = numbers._replace(window=numbers.sides(words.window))
-    options: Any = dict(numbers=numbers, deterministic=deterministic, mods=mods, is_long=is_long)
     if entry is None and not needs_dispatcher and numbers.are_fixed:
         entry = entry_of(tensors, (numbers, deterministic, mods, is_long, backend))
     checked = None if entry is None else entry.call  # a compiler would watch the table
     if checked is None:
-        checked = check(q, k, v, extras=extras, words=words, **options)
+        checked = check(
+            q,
+            k,
+            v=v,
+            extras=extras,
+            numbers=numbers,
+            deterministic=deterministic,
+            mods=mods,
+            is_long=is_long,
+            words=words,
+        )
         checked.backend = backend
         checked.needs_grad = not needs_dispatcher and ops.needs_grad(*tensors)
         if entry is not None:
