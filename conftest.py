@@ -18,5 +18,8 @@ NEED = {
 collect_ignore_glob = [
     "src/tilewise/bench.py",  # raises an error, to say where it is now
     "src/tilewise/integrations/hub_kernel/*",  # a second tilewise, which no process has beside one
+    "tests/engines/*_cases.py",  # programs of the engines' environments
+    "tests/engines/*_classes.py",
+    "tests/engines/tiny_models.py",
     *(files for files, library in NEED.items() if find_spec(library) is None),
 ]

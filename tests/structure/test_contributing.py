@@ -26,7 +26,16 @@ def test_jobs_are_targets_of_make(jobs):
                 assert command[0] == "make"
                 run |= set(targets) if "matrix.target" in step["run"] else {command[1]}
     assert run <= TARGETS
-    assert run >= {"test", "test-lowest", "test-newest", "test-bare", "test-gpu", "lint", "docs"}
+    assert run >= {
+        "test",
+        "test-lowest",
+        "test-newest",
+        "test-bare",
+        "test-gpu",
+        "test-engines",
+        "lint",
+        "docs",
+    }
 
 
 def test_jobs_have_every_python(jobs):
