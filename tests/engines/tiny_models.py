@@ -64,6 +64,9 @@ def load(folder, **options):
     options = dict(attn_implementation="eager", dtype=torch.float32) | options
     model = AutoModelForCausalLM.from_pretrained(folder, **options).eval()
     model.generation_config.eos_token_id = None
+    if model.config.model_type == "bloom":  # transformers approximates GELU, engines do not
+        for layer in model.transformer.h:
+            layer.mlp.gelu_impl = torch.nn.GELU()
     return model
 
 
