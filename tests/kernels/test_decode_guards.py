@@ -9,6 +9,7 @@ import torch
 from helpers.decode_steps import CALLS, call, record, tensors, ways
 from helpers.looks import moved
 
+from tilewise.ops import attention as ops
 from tilewise.ops import calls, guards
 
 
@@ -117,6 +118,23 @@ def test_a_tensor_that_comes_twice_is_found_by_its_guard():
     assert recall((q, k, v, None, other, other))[0] is entry
     assert recall((q, k, v, None, starts, other)) is None
     assert recall((q, q, v, None, starts, starts)) is None
+
+
+def test_an_operator_is_found_by_its_guard(monkeypatch):
+    """A compiled graph's, whose forwards and backwards have the same options."""
+    monkeypatch.setattr(ops, "UNGUARDED", frozenset())
+    guards.known_guards.clear()
+    q, k, v, sinks = (*torch.zeros(3, 1, 4, 2, 8).unbind(0), torch.zeros(2))
+    options = (0.125, 0.0, "top_left")
+    made = [ops.known(x, options, object) for x in ((q, k, v, None), (q, k, v, sinks), (q, k))]
+    assert len(set(made)) == 3
+    monkeypatch.setattr(ops, "entry_of", None)
+    found = [ops.known(x, options, object) for x in ((q, k, v, None), (q, k, v, sinks), (q, k))]
+    assert found == made
+    monkeypatch.setattr(ops, "entry_of", calls.entry_of)
+    assert ops.known((q.transpose(1, 2), k, v, None), options, object) not in made
+    with torch.no_grad():
+        assert ops.known((q, k, v, None), options, object) not in made
 
 
 def test_guards_are_bounded_and_keep_nothing(log, monkeypatch):

@@ -27,8 +27,17 @@ from ..problem import INPUTS, NO_EXTRAS, OPTIONAL, Between, Call, Extras, Grads,
 from . import late
 from . import vmap as batching
 from .autocast import autocast as autocast
-from .calls import PLAIN_TENSORS, eager_apply, entry_of, has_lazy, layout_key, resolved
+from .calls import (
+    PLAIN_TENSORS,
+    UNGUARDED,
+    eager_apply,
+    entry_of,
+    has_lazy,
+    layout_key,
+    resolved,
+)
 from .context_parallel import refuse_shards
+from .guards import known_guards, remember
 from .schema import SAVED_TENSORS, Once, apply, arguments_of
 
 Tensor = torch.Tensor
@@ -272,9 +281,18 @@ def known_call(call: Call, tensors: tuple[Tensor | None, ...]) -> Call:
 
 def known(tensors: tuple[Tensor | None, ...], key: Hashable, make: Callable[[], Any]) -> Any:
     """The call that is cached for a signature, or one that is made for it."""
-    entry = None if needs_dispatcher(tensors) else entry_of(tensors, key)
+    first = tensors[0]
+    if needs_dispatcher(tensors) or first is None:
+        return make()
+    guarded = key, first.numel(), torch.is_grad_enabled(), tuple(map(type, tensors))
+    recall = known_guards.get(guarded)
+    if recall is not None and (recalled := recall(tensors)) is not None:
+        return recalled[0].call
+    entry = entry_of(tensors, key)
     if entry is None:
         return make()
     if entry.call is None:
         entry.call = make()
+    if first.device.type not in UNGUARDED:
+        remember(guarded, tensors, entry=entry)
     return entry.call
