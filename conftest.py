@@ -20,6 +20,7 @@ collect_ignore_glob = [
     "src/tilewise/integrations/hub_kernel/*",  # a second tilewise, which no process has beside one
     "tests/engines/*_cases.py",  # programs of the engines' environments
     "tests/engines/*_classes.py",
+    "tests/engines/sglang_names/*",
     "tests/engines/tiny_models.py",
     *(files for files, library in NEED.items() if find_spec(library) is None),
 ]

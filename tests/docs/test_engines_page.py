@@ -31,3 +31,12 @@ def test_versions_and_caches_are_those_of_the_plugin():
     assert extras["vllm"] == [f"vllm>={first},<0.{minor}"]  # and nothing that chooses a torch
     for name in re.findall(r'^    "(\w+)": torch\.', impl, re.MULTILINE):
         assert f"`{name}`" in PAGE
+
+
+def test_versions_of_sglang_are_those_of_the_plugin():
+    text = (ROOT / "src/tilewise/integrations/sglang/__init__.py").read_text()
+    first, before = (
+        re.findall(r"\d+", x) for x in re.search(r"= (\(.*?\)), (\(.*?\))", text).groups()
+    )
+    assert f"beside SGLang {'.'.join(first)}" in PAGE
+    assert f"`{'.'.join(first)}` to `{first[0]}.{int(before[1]) - 1}.x`" in PAGE

@@ -26,6 +26,9 @@ CONFIGS = {
         sliding_window=24,
         layer_types=ALTERNATING,
     ),
+    "olmo3": lambda: transformers.Olmo3Config(
+        **LLAMA, sliding_window=24, layer_types=ALTERNATING, pad_token_id=0
+    ),
     "bloom": lambda: transformers.BloomConfig(
         vocab_size=512, hidden_size=256, n_layer=3, n_head=8, initializer_range=0.1
     ),
@@ -33,12 +36,17 @@ CONFIGS = {
         **dict(LLAMA, tie_word_embeddings=True, initializer_range=0.2),
         sliding_window=24,
         layer_types=ALTERNATING,
+        hidden_act="gelu_pytorch_tanh",  # SGLang's name of hidden_activation
         attn_logit_softcapping=5.0,
         final_logit_softcapping=30.0,
         query_pre_attn_scalar=32,
     ),
     "bert": lambda: transformers.BertConfig(
-        **SIZES, intermediate_size=512, num_attention_heads=8, initializer_range=0.1
+        **SIZES,
+        intermediate_size=512,
+        num_attention_heads=8,
+        initializer_range=0.1,
+        position_embedding_type="absolute",
     ),
 }
 
