@@ -191,9 +191,12 @@ def test_building_reads_no_device(plugin):
     assert builder(plugin).update_block_table(made, made.page_table, made.slot_mapping)
 
 
-def test_a_captured_step_knows_no_bound(plugin):
-    made = builder(plugin).build_for_cudagraph_capture(Common(*a_step()))
-    assert made.max_seqlen_q is None and made.seqused_k.tolist() == [1, 1]
+@pytest.mark.parametrize("bound", [1, 4], ids=["decodes", "any batch of 4 tokens"])
+def test_a_captured_step_keeps_the_bound_of_its_graph(plugin, bound):
+    common = Common(*a_step())
+    common.max_query_len = bound
+    made = builder(plugin).build_for_cudagraph_capture(common)
+    assert made.max_seqlen_q == bound and made.seqused_k.tolist() == [1, 1]
 
 
 def test_another_groups_table_leaves_the_first_as_it_is(plugin):

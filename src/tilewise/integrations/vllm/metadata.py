@@ -71,9 +71,10 @@ class TilewiseBuilder(AttentionMetadataBuilder[Any]):
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
     ) -> TilewiseMetadata:
-        """Metadata of a graph, which knows no bound on the lengths of the batches to come."""
+        """Metadata of a graph. vLLM gives the bound of all batches that it will replay for: the
+        queries of a decode, or all tokens.
+        """
         metadata = self.build(0, common_attn_metadata)
-        metadata.max_seqlen_q = None
         metadata.seqused_k.fill_(1)  # the longest sequences would make the capture slow
         return metadata
 
