@@ -255,9 +255,11 @@ def run_case(
     model = Model(of, plan, device)
     sizes = sizes_of(plan.steps)
     steps = [ready(step, sizes, on_gpu=model.on_gpu) for step in plan.steps]
+    run.show(f"\n{of}: {len(steps)} steps, {plan.tokens:,} tokens")
     loops: dict[str, Loop] = {}
     verdicts: dict[str, Verdict] = {}
     for kind in kinds:
+        begun = time.perf_counter()
         try:
             loop = Loop(model, kind.prepare(of, device))
             verdict = checked(loop, steps, plan.steps, kind.is_ours)
@@ -268,9 +270,11 @@ def run_case(
         else:
             if verdict.passes:
                 loops[kind.name], verdicts[kind.name] = loop, verdict
+                seconds = time.perf_counter() - begun
+                run.show(f"  {kind.name}: compiled and checked in {seconds:.0f} s")
             else:
                 yield Outcome(of, kind.name, None, wrong=verdict.what)
-    times = time_steps(loops, steps, rounds)
+    times = time_steps(loops, steps, rounds, show=run.show)
     for name, each in times.items():
         extra = {**figures_of(each, plan), "graphs": sorted(loops[name].graphs)}
         totals = [sum(one) for one in each]
@@ -278,7 +282,7 @@ def run_case(
 
 
 def time_steps(
-    loops: dict[str, Loop], steps: Sequence[Step], rounds: int
+    loops: dict[str, Loop], steps: Sequence[Step], rounds: int, *, show: Callable[[str], object]
 ) -> dict[str, list[list[float]]]:
     """Milliseconds of each step in each round, providers one after the other at every step."""
     times: dict[str, list[list[float]]] = {name: [] for name in loops}
@@ -288,6 +292,7 @@ def time_steps(
         for place, step in enumerate(steps):
             for name in order_of(list(loops), number * len(steps) + place):
                 times[name][number].append(loops[name].time(step))
+        show(f"  round {number + 1} of {rounds}")
     return times
 
 

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 PARTS = ("attention", "model")
 GPU = dict(
-    requests=48,
-    prompts=(256, 4096),
-    answers=(32, 128),
-    chunk=2048,
+    requests=20,
+    prompts=(256, 8192),
+    answers=(64, 128),
+    chunk=512,
     layers=32,
     heads=((32, 8, 128),),
     intermediate=14336,
@@ -53,11 +53,11 @@ def _server(name: str) -> ServerKind:
     help="What steps compute: appends and attention alone, or all of a layer.",
 )
 @click.option("--pages", type=IntList(), default="16,64", show_default=True, help="Keys per page.")
-@click.option("--requests", type=OneInt(), help="[default: 48; on a CPU 4]")
-@click.option("--prompts", type=IntList(), help="Shortest and longest.  [default: 256,4k]")
-@click.option("--answers", type=IntList(), help="Fewest and most tokens.  [default: 32,128]")
-@click.option("--every", type=OneInt(), default="3", show_default=True, help="Steps per arrival.")
-@click.option("--chunk", type=OneInt(), help="Tokens that a step computes at most.  [default: 2k]")
+@click.option("--requests", type=OneInt(), help="[default: 20; on a CPU 4]")
+@click.option("--prompts", type=IntList(), help="Shortest and longest.  [default: 256,8k]")
+@click.option("--answers", type=IntList(), help="Fewest and most tokens.  [default: 64,128]")
+@click.option("--every", type=OneInt(), default="2", show_default=True, help="Steps per arrival.")
+@click.option("--chunk", type=OneInt(), help="Tokens that a step computes at most.  [default: 512]")
 @click.option("--layers", type=OneInt(), help="[default: 32]")
 @click.option("--heads", type=HeadList(), help="[default: 32:8x128]")
 @click.option("--intermediate", type=OneInt(), help="Width of the MLP.  [default: 14336]")
@@ -78,7 +78,7 @@ def serving(device, parts, pages, every, against, rounds, save, as_json, **asked
     orders. A step's time is what an engine waits for: its tensors are copied, its layers computed,
     the device waited for. On a GPU, steps of decodes replay CUDA graphs; others are launched.
     tokens/s counts prompts and answers. Each result is checked against fp64 first, wherever the
-    shape of a step is new.
+    shape of a step is new. That compiles the kernels, a minute or more where none is kept.
 
     fa3 is FlashAttention-3's forward after our append; vllm-triton is what vLLM's Triton backend
     calls, found in an installed vllm.

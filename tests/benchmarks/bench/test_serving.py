@@ -106,6 +106,10 @@ def test_a_run_saves_what_is_timed(part, tmp_path):
     assert found["decode_p50_ms"] <= found["decode_p99_ms"]
     assert found["tokens_per_s"] > found["answered_per_s"] > 0 and row.max_error <= row.bound
     assert "1 layers H4:2 D16 float32, 2 requests" in text and "time / tilewise" in text
+    order = [f" steps, {plan_of(done[1].shape).tokens} tokens", "tilewise: compiled and checked in"]
+    order += ["other: compiled and checked in", "round 2 of 2", "tokens/s"]
+    places = [text.index(one) for one in order]
+    assert places == sorted(places), "what is done is said when it is done"
 
 
 def test_a_wrong_result_is_not_timed():
@@ -144,9 +148,11 @@ def test_orders_are_balanced(plan):
             return 1.0
 
     loops = {name: Loop(name) for name in "ab"}
-    times = serving.time_steps(loops, plan.steps[:4], rounds=2)
+    shown = []
+    times = serving.time_steps(loops, plan.steps[:4], rounds=2, show=shown.append)
     assert "".join(ran) == "abba" * 4
     assert times == {"a": [[1.0] * 4] * 2, "b": [[1.0] * 4] * 2}
+    assert shown == ["  round 1 of 2", "  round 2 of 2"]
 
 
 def test_figures_are_of_all_rounds(plan):
@@ -184,6 +190,10 @@ def test_a_gpu_serves_layers_of_a_7b_model(asked, monkeypatch):
     assert (of.layers, of.hidden, of.intermediate, of.dtype) == (32, 4096, 14336, "bfloat16")
     assert [kind.name for kind in asked["kinds"]] == ["tilewise", "fa3", "vllm-triton"]
     assert asked["rounds"] == 3
+    steps = plan_of(of).steps
+    decodes = sum(step.is_decode for step in steps)
+    assert len(steps) / 4 < decodes < 3 * len(steps) / 4, "a mix"
+    assert serving.sizes_of(steps) == [1, 2, 4, 8, 16], "each is captured for each provider"
 
 
 def test_options_reach_the_load(asked):
