@@ -69,11 +69,6 @@ def of(*names):
     return pytest.mark.parametrize("case", names, indirect=True)
 
 
-def rounded(number):
-    """One digit, as the last ones differ between processors."""
-    return f"{number:.0e}".replace("e-0", "e-")
-
-
 GENERATED = {
     "llama": "chunks of prefill and single tokens in one step, blocks of 128",
     "llama, heads first": "the other layout (LBHNC), blocks of 16",
@@ -132,6 +127,14 @@ def test_both_layouts_and_block_sizes_ran(results):
     assert (size, head, row) == (128, width, nheads * width)
     (_, nheads, size, width), (_, head, row, _) = heads["shapes"][0], heads["strides"][0]
     assert (size, head, row) == (16, size * width, width)
+
+
+@of("llama, ranks")
+def test_two_ranks_with_half_of_the_keys_each(case, note):
+    """Both are processes of their own, which have loaded the plug-in."""
+    assert case["impls"] == [IMPL] and case["parts"] == [2]
+    compare.tokens(case["found"], case["expected"])
+    note("two worker processes, context parallelism for decoding", "tokens equal")
 
 
 @of("gemma2")

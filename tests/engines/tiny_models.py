@@ -18,6 +18,7 @@ CONFIGS = {
     "repeating": lambda: transformers.LlamaConfig(
         **dict(LLAMA, tie_word_embeddings=True, initializer_range=0.05)
     ),
+    "one_key_head": lambda: transformers.LlamaConfig(**dict(LLAMA, num_key_value_heads=1)),
     "mistral": lambda: transformers.MistralConfig(**LLAMA, sliding_window=24),
     "gpt_oss": lambda: transformers.GptOssConfig(
         **LLAMA,

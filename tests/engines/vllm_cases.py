@@ -126,19 +126,20 @@ def generates(folder, asked, **options):
     watch = Watch()
     llm = engine(folder, **options)
     answers = ask(llm, asked, max_tokens=TOKENS, logprobs=0)
-    found = []
-    for answer in answers:
-        tokens = list(answer.outputs[0].token_ids)
-        scores = [x[token].logprob for x, token in zip(answer.outputs[0].logprobs, tokens)]
-        found.append((tokens, scores))
     metrics = {x.name: getattr(x, "value", None) for x in llm.get_metrics()}
     return dict(
         describe(llm, watch),
         cached=[x.num_cached_tokens for x in answers],
         accepted=metrics.get("vllm:spec_decode_num_accepted_tokens"),
-        found=found,
+        found=[chosen(answer) for answer in answers],
         expected=tiny_models.generate(folder, asked, TOKENS),
     )
+
+
+def chosen(answer):
+    """The tokens of an answer, and their log-probabilities."""
+    tokens = list(answer.outputs[0].token_ids)
+    return tokens, [x[token].logprob for x, token in zip(answer.outputs[0].logprobs, tokens)]
 
 
 def scores(folder, asked, set_scales=False, reference=None, **options):
@@ -182,6 +183,56 @@ def by_row(dtype, largest):
         return rows.to(x.dtype) * scale
 
     return round_rows
+
+
+def share_slots(worker):
+    """Lets vLLM's CPU build give each rank its keys, as its kernel for GPUs does, and counts calls
+    of our layers, in a worker's process.
+    """
+    from vllm.v1.worker.block_table import BlockTable
+
+    from tilewise.integrations.vllm.impl import TilewiseImpl
+
+    def slots(table, num_reqs, query_start_loc, positions):
+        counts = query_start_loc[: num_reqs + 1].diff()
+        request = torch.arange(num_reqs).repeat_interleave(counts.long())
+        position, turn = positions[: len(request)], table.cp_kv_cache_interleave_size
+        row = position // (turn * table.dcp_world_size) * turn + position % turn
+        block = table.block_table.gpu[request, row // table.block_size].long()
+        is_mine = position // turn % table.dcp_world_size == table.dcp_rank
+        found = torch.where(is_mine, block * table.block_size + row % table.block_size, -1)
+        table.slot_mapping.gpu.fill_(-1)[: len(request)] = found
+
+    BlockTable.compute_slot_mapping = slots
+    forward, worker.forwards = TilewiseImpl.forward, 0
+
+    def counted(*args, **options):
+        worker.forwards += 1
+        return forward(*args, **options)
+
+    TilewiseImpl.forward = counted
+
+
+def tell(worker):
+    """What a worker's layers are, and how often they were called."""
+    found = worker.vllm_config.compilation_config.static_forward_context.values()
+    impls = {f"{type(x.impl).__module__}.{type(x.impl).__name__}" for x in found}
+    return sorted(impls), worker.forwards, sorted({x.impl.dcp_world_size for x in found})
+
+
+def ranks(folder, asked, **options):
+    """Greedy tokens of two processes, each with half of the heads and half of the keys."""
+    llm = engine(folder, tensor_parallel_size=2, decode_context_parallel_size=2, **options)
+    llm.collective_rpc(share_slots)
+    answers = ask(llm, asked, max_tokens=TOKENS, logprobs=0)
+    (impls, forwards, parts), _ = llm.collective_rpc(tell)
+    return dict(
+        impls=impls,
+        forwards=forwards,
+        parts=parts,
+        found=[chosen(answer) for answer in answers],
+        expected=tiny_models.generate(folder, asked, TOKENS),
+    )
 
 
 def rounded(round_rows):
@@ -254,9 +305,20 @@ CASES = {
             kv_cache_dtype="int8_per_token_head",
         ),
     ),
+    "llama, ranks": (
+        "one_key_head",
+        lambda x: ranks(x, prompts(), block_size=16, cp_kv_cache_interleave_size=4),
+    ),
     "bert": ("bert", lambda x: encodes(x, prompts())),
 }
-SWITCHES = {"llama, heads first": dict(VLLM_KV_CACHE_LAYOUT="LBHNC")}
+# A core for each of two processes, which run functions of this file
+CORES = [*sorted(os.sched_getaffinity(0)), 0][:2]
+SWITCHES = {
+    "llama, heads first": dict(VLLM_KV_CACHE_LAYOUT="LBHNC"),
+    "llama, ranks": dict(
+        VLLM_CPU_OMP_THREADS_BIND="|".join(map(str, CORES)), VLLM_ALLOW_INSECURE_SERIALIZATION="1"
+    ),
+}
 
 
 def run(name, folder):

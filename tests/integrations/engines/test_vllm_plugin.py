@@ -5,6 +5,7 @@ refuses, the metadata of a step, and the calls of a layer. tests/engines runs th
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -98,6 +99,12 @@ def test_an_unknown_registry_is_a_line_in_the_log(tmp_path):
 @pytest.mark.parametrize("version", ["0.30.2", "0.34.0", "1.0.0", "dev"])
 def test_other_versions_are_refused_in_a_sentence(plugin, version):
     assert "serves vLLM 0.31 to 0.33 and this is" in plugin.backend.wrong_version(version)
+
+
+def test_cpus_refuse_other_versions_too(monkeypatch):
+    plugin = fake_vllm.load(monkeypatch, version="0.40.0")
+    with pytest.raises(NotImplementedError, match="serves vLLM 0.31 to 0.33 and this is 0.40.0"):
+        plugin.backend.TilewiseBackend.get_impl_cls()
 
 
 @pytest.mark.parametrize("version", ["0.31.0", "0.32.1+cpu", "0.33.0rc1"])
@@ -298,6 +305,64 @@ def test_queries_of_drafts_and_cross_attention_see_all_keys(plugin):
     assert torch.equal(crossed, of_drafts)
 
 
+# ranks that have parts of the keys
+
+
+def parts(interleave, rank, lengths, counts):
+    """The slots of a step's tokens in this rank's pages, and -1 for those of the other rank."""
+    table = torch.tensor([[1, 2], [4, -1]])
+    slots = []
+    for b, (length, n) in enumerate(zip(lengths, counts)):
+        j = torch.arange(length - n, length)
+        row = j // (2 * interleave) * interleave + j % interleave
+        is_mine = j // interleave % 2 == rank
+        slots.append(torch.where(is_mine, table[b, row // BLOCK] * BLOCK + row % BLOCK, -1))
+    return torch.cat(slots)
+
+
+@pytest.mark.parametrize("interleave", [1, 4])
+@pytest.mark.parametrize("counts", [(3, 1), (20, 5)], ids=["with context", "without"])
+def test_ranks_that_have_parts_of_the_keys(plugin, interleave, counts):
+    """Two ranks, of one key head, each with half of the query heads and half of the keys."""
+    lengths, generator = (20, 5), torch.Generator().manual_seed(0)
+    q, k, v = (
+        [torch.randn(n, nheads, HEADDIM, generator=generator) for n in lengths]
+        for nheads in (NHEADS, 1, 1)
+    )
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(
+            decode_context_parallel_size=2, cp_kv_cache_interleave_size=interleave
+        ),
+        scheduler_config=SimpleNamespace(max_num_seqs=8),
+    )
+    step, _ = a_step(counts=counts)
+    new = [torch.cat([x[-n:] for x, n in zip(xs, counts)]) for xs in (q, k, v)]
+
+    def work(rank):
+        spec = SimpleNamespace(dcp_sharded=True)
+        made = plugin.metadata.TilewiseBuilder(spec, [], config, torch.device("cpu"))
+        assert not made.supports_draft_decode_metadata_update
+        impl = plugin.impl.TilewiseImpl(NHEADS // 2, HEADDIM, 0.25, 1, logits_soft_cap=3.0)
+        cache = torch.zeros(6, 1, BLOCK, 2 * HEADDIM)
+        slots = parts(interleave, rank, lengths, counts=lengths)
+        impl.do_kv_cache_update(None, torch.cat(k), torch.cat(v), cache, slots)
+        metadata = made.build(0, Common(step, parts(interleave, rank, lengths, counts)))
+        mine = new[0].chunk(2, 1)[rank]
+        out = torch.empty_like(mine)
+        return impl.forward(None, mine, *new[1:], cache, metadata, out)
+
+    found = torch.cat(fake_vllm.Group(2).run(work), 1)
+    whole = expected(q, k, v, counts=counts, softcap=3.0)
+    torch.testing.assert_close(found, whole, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("option", [dict(sliding_window=8), dict(sinks=SINKS)])
+def test_what_ranks_with_parts_of_the_keys_refuse(plugin, monkeypatch, option):
+    monkeypatch.setattr(plugin.impl.TilewiseImpl, "dcp_world_size", 2, raising=False)
+    with pytest.raises(NotImplementedError, match="decode-context-parallel-size: leave that out"):
+        plugin.impl.TilewiseImpl(NHEADS, HEADDIM, 0.25, **option)
+
+
 @pytest.mark.parametrize("kind", ["encoder", "encoder_only"])
 def test_encoders_have_no_cache(plugin, kind):
     q, k, v = draw()
@@ -341,9 +406,14 @@ def test_a_new_cache_and_new_scales_are_seen(plugin):
     for cache in caches:
         impl.do_kv_cache_update(layer, torch.cat(k), torch.cat(v), cache, slots)
     assert torch.equal(*caches)
-    layer._k_scale = torch.tensor(0.04)
+    layer._k_scale = torch.tensor([0.04])  # as some checkpoints have it
     impl.do_kv_cache_update(layer, torch.cat(k), torch.cat(v), caches[1], slots)
     assert not torch.equal(*caches)
+    layer._k_scale = torch.tensor([0.02, 0.04])  # by head
+    impl.do_kv_cache_update(layer, torch.cat(k), torch.cat(v), caches[1], slots)
+    by_head = [cache[..., :HEADDIM] for cache in caches]
+    assert torch.equal(by_head[0][:, 0], by_head[1][:, 0])
+    assert not torch.equal(by_head[0][:, 1], by_head[1][:, 1])
 
 
 def test_a_run_that_measures_memory_computes_nothing(plugin):

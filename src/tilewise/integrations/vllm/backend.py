@@ -48,6 +48,8 @@ class TilewiseBackend(AttentionBackend):
 
     @staticmethod
     def get_impl_cls() -> type[TilewiseImpl]:
+        if reason := wrong_version():  # on CPUs vLLM asks nothing else
+            raise NotImplementedError(reason)
         return TilewiseImpl
 
     @staticmethod

@@ -16,6 +16,7 @@ from ...frontend.attention import attention
 from ...frontend.invariance import batch_invariant
 from ..engines import Layer
 from .metadata import TilewiseMetadata
+from .shards import attend_shards
 
 Tensor = torch.Tensor
 SCALE_BYTES = 4
@@ -32,7 +33,7 @@ ENCODERS = AttentionType.ENCODER, AttentionType.ENCODER_ONLY
 class TilewiseImpl(AttentionImpl[Any]):
     """A layer: its scores are known when it is made, its cache and scales when it is called."""
 
-    can_return_lse_for_decode = True
+    can_return_lse_for_decode = supports_dcp = True
 
     def __init__(
         self,
@@ -76,6 +77,11 @@ class TilewiseImpl(AttentionImpl[Any]):
         self._views: tuple[Tensor, Tensor] = ()  # pyright: ignore[reportAttributeAccessIssue]
         if envs.VLLM_BATCH_INVARIANT:
             batch_invariant()
+        if self.dcp_world_size > 1 and not (left is slopes is sinks is None):
+            raise NotImplementedError(
+                "tilewise does not support windows, ALiBi and sinks with "
+                "--decode-context-parallel-size: leave that out, and use tensor parallelism"
+            )
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
@@ -113,6 +119,11 @@ class TilewiseImpl(AttentionImpl[Any]):
             return self._encode(query, key, value=value, step=attn_metadata, output=output)
         is_causal = attn_metadata.causal and self.attn_type == AttentionType.DECODER
         k_cache, v_cache = self._sides(kv_cache)
+        if attn_metadata.context is not None:
+            self._scaled(layer, causal=False)
+            new: dict[str, Any] = dict(key=key, value=value, step=attn_metadata)
+            out = attend_shards(self.layers, query, **new, k_cache=k_cache, v_cache=v_cache)
+            return output.copy_(out)
         ours = self._scaled(layer, causal=is_causal)
         ours.attend(query, attn_metadata, k_cache=k_cache, v_cache=v_cache, out=output)
         return output
@@ -136,7 +147,10 @@ class TilewiseImpl(AttentionImpl[Any]):
         """Our layer, with the scales of vLLM's, which a new checkpoint may change."""
         ours = self.layers[causal]
         if self.stored is not None and not self.has_row_scales:
-            ours.descales = dict(k_descale=layer._k_scale, v_descale=layer._v_scale)
+            scales = layer._k_scale, layer._v_scale
+            # Checkpoints of llm-compressor have one in a row of its own
+            k_scale, v_scale = (x.view(()) if x.shape == (1,) else x for x in scales)
+            ours.descales = dict(k_descale=k_scale, v_descale=v_scale)
         return ours
 
     def _sides(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,7 @@ from vllm.v1.attention.backend import (
 )
 
 from ..engines import Step
+from .shards import ContextLengths
 
 Tensor = torch.Tensor
 OTHERS = "serve this model with --attention-backend TRITON_ATTN"
@@ -46,6 +47,7 @@ class TilewiseMetadata(Step):
         self.causal = common.causal
         self.num_actual_tokens = common.num_actual_tokens
         self.slot_mapping = common.slot_mapping
+        self.context: Step | None = None  # where ranks have parts of the keys
 
 
 class TilewiseBuilder(AttentionMetadataBuilder[Any]):
@@ -59,6 +61,11 @@ class TilewiseBuilder(AttentionMetadataBuilder[Any]):
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.lengths = None
+        if getattr(kv_cache_spec, "dcp_sharded", False):
+            if vllm_config.parallel_config.decode_context_parallel_size > 1:
+                self.lengths = ContextLengths(vllm_config, device)
+                self.supports_draft_decode_metadata_update = False
 
     def build(
         self,
@@ -66,7 +73,10 @@ class TilewiseBuilder(AttentionMetadataBuilder[Any]):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> TilewiseMetadata:
-        return TilewiseMetadata(common_attn_metadata)
+        metadata = TilewiseMetadata(common_attn_metadata)
+        if self.lengths is not None:
+            metadata.context = self.lengths.of(metadata)
+        return metadata
 
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
@@ -74,15 +84,17 @@ class TilewiseBuilder(AttentionMetadataBuilder[Any]):
         """Metadata of a graph. vLLM gives the bound of all batches that it will replay for: the
         queries of a decode, or all tokens.
         """
-        metadata = self.build(0, common_attn_metadata)
-        metadata.seqused_k.fill_(1)  # the longest sequences would make the capture slow
-        return metadata
+        common_attn_metadata.seq_lens.fill_(1)  # the longest would make the capture slow
+        return self.build(0, common_attn_metadata)
 
     def update_block_table(
         self, metadata: TilewiseMetadata, blk_table: Tensor, slot_mapping: Tensor
     ) -> TilewiseMetadata:
         updated = copy.copy(metadata)
         updated.page_table, updated.slot_mapping = blk_table, slot_mapping
+        if updated.context is not None:
+            updated.context = copy.copy(updated.context)
+            updated.context.page_table = blk_table
         return updated
 
     def update_draft_decode_metadata(self, metadata: TilewiseMetadata) -> None:
