@@ -11,8 +11,9 @@ START, END = "<!-- the table of tests/engines -->", "<!-- its end -->"
 
 
 def read():
-    """What each stack's tests noted."""
-    return [json.loads(path.read_text("utf-8")) for path in sorted(RESULTS.glob("*.json"))]
+    """What each stack's tests noted; vLLM's first."""
+    paths = sorted(RESULTS.glob("*.json"), reverse=True)
+    return [json.loads(path.read_text("utf-8")) for path in paths]
 
 
 def write(name, stack, notes):

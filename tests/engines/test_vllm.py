@@ -70,8 +70,8 @@ def of(*names):
 
 
 GENERATED = {
-    "llama": "chunks of prefill and single tokens in one step, blocks of 128",
-    "llama, heads first": "the other layout (LBHNC), blocks of 16",
+    "llama": "chunks of prefill and single tokens in one step",
+    "llama, heads first": "the other layout",
     "llama, preemption": "preemption",
     "llama, prefix": "prefix caching",
     "llama, drafts": "speculation by n-grams",
@@ -134,7 +134,8 @@ def test_two_ranks_with_half_of_the_keys_each(case, note):
     """Both are processes of their own, which have loaded the plug-in."""
     assert case["impls"] == [IMPL] and case["parts"] == [2]
     compare.tokens(case["found"], case["expected"])
-    note("two worker processes, context parallelism for decoding", "tokens equal")
+    note("the entry point, in processes that the engine starts", "tokens equal")
+    note("context parallelism for decoding, two ranks", "tokens equal")
 
 
 @of("gemma2")
