@@ -39,6 +39,12 @@ def prompts(shared=0, lengths=LENGTHS):
     return [first + [draw.randrange(3, 512) for _ in range(n)] for n in lengths]
 
 
+def phrases():
+    """A phrase of 12 tokens six times, which a drafter finds that looks for the last tokens."""
+    draw = random.Random(2)
+    return [[draw.randrange(3, 512) for _ in range(12)] * 6 for _ in range(6)]
+
+
 class Watch:
     """Counts, in memory that processes share, what the engine does: backends it made, calls of
     layers, and batches: of all kinds, of prompts behind a prefix, of those with single tokens, and
@@ -128,6 +134,7 @@ def generates(folder, asked, **options):
     server.shutdown()
     return dict(
         counts,
+        accepted=sum(x.get("spec_num_correct_drafts", 0) for x in told),
         cached=[x["cached_tokens"] for x in told],
         cached_again=[x["cached_tokens"] for x in told_again],
         retracted=sum(x["num_retractions"] for x in told),
@@ -201,12 +208,26 @@ def eight_bits():
     return scores("llama", asked, kv_cache_dtype="fp8_e4m3", reference=rounded)
 
 
+def drafted(breadth):
+    """Drafts of n-grams, which are trees: at a breadth of 1, of one branch for each n."""
+    return generates(
+        "repeating",
+        phrases(),
+        speculative_algorithm="NGRAM",
+        speculative_num_draft_tokens=6,
+        speculative_ngram_max_bfs_breadth=breadth,
+        page_size=1,  # SGLang drafts on a CPU with no other
+    )
+
+
 CASES = {
     "llama": lambda: generates("llama", prompts()),
     "llama, page 1": lambda: generates("llama", prompts(), page_size=1),
     "llama, prefix": lambda: generates("llama", prompts(shared=200)),
     "llama, retraction": short_of_slots,
     "llama, overlap": lambda: generates("llama", prompts(), disable_overlap_schedule=False),
+    "repeating, drafts": lambda: drafted(breadth=1),
+    "repeating, wide drafts": lambda: drafted(breadth=4),
     "llama, plug-in": lambda: generates("llama", prompts(lengths=[40, 5]), forks=False),
     "llama, fp8": eight_bits,
     "olmo3": lambda: generates("olmo3", prompts()),

@@ -61,6 +61,8 @@ GENERATED = {
     "llama, overlap": "the scheduler's work at the same time as the model's",
     "llama, retraction": "preemption",
     "llama, prefix": "prefix caching",
+    "repeating, drafts": "speculation by n-grams",
+    "repeating, wide drafts": "speculation by n-grams, trees",
 }
 
 
@@ -74,6 +76,7 @@ def test_tokens_are_those_of_transformers(case, note, request):
         assert len(ours) == len(theirs) and (not apart or min(gaps) <= compare.CLEAR)
     counted = {
         "retracted": f", {case['retracted']} preemption{'s' * (case['retracted'] > 1)}",
+        "accepted": f", {case['accepted']} drafts accepted",
         "cached": f", {sum(case['cached'])} tokens found",
     }
     extra = "".join(text for key, text in counted.items() if case[key] and sum_of(case[key]))
@@ -98,6 +101,12 @@ def test_requests_were_preempted(case):
 def test_prefixes_were_found(case):
     assert sum(n >= 192 for n in case["cached"]) >= 4
     assert sum(n >= 192 for n in case["cached_again"]) == 6  # when they came a second time
+
+
+@of("repeating, drafts", "repeating, wide drafts")
+def test_drafts_were_accepted(case):
+    """SGLang's n-grams are trees even at a breadth of 1, whose tokens alone would not tell."""
+    assert case["verified"] >= 1 and case["accepted"] >= 1
 
 
 def test_the_plugin_is_found_by_new_processes(results, note):

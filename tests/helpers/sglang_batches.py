@@ -59,7 +59,11 @@ class Requests:
             extend_seq_lens=torch.tensor(extends, dtype=torch.int32),
             extend_seq_lens_cpu=extends,
             extend_prefix_lens=torch.tensor([before[b] for b in rows], dtype=torch.int32),
-            spec_info=SimpleNamespace(draft_token_num=drafts, custom_mask=cells)
+            spec_info=SimpleNamespace(
+                draft_token_num=drafts,
+                draft_token=torch.zeros(len(slots), dtype=torch.int64),
+                custom_mask=cells,
+            )
             if drafts
             else None,
         )

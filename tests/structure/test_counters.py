@@ -7,16 +7,16 @@ only by a commit that says what it adds and why; the others never.
 import pytest
 from helpers.counters import count
 
-AT_LEAST = {"arguments by keyword, percent": 18.5}
+AT_LEAST = {"arguments by keyword, percent": 18.6}
 AT_MOST = {
     # Sizes
-    "lines": 51_373,
+    "lines": 51_404,
     "files that name softcap": 27,
     "files that name sinks": 34,
     "files attention() imports": 40,
     "lines attention() imports": 5_616,
     # One record, one dispatcher, one file of checks, one way to launch
-    "records per 1,000 lines, host": 3.21,
+    "records per 1,000 lines, host": 3.19,
     "records per 1,000 lines, device": 6.65,
     "records built at one place, host": 20,
     "records built at one place, device": 57,

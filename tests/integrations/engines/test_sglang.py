@@ -261,10 +261,22 @@ def parents_mask(parents):
 TREES = [(None, 0, 0, 1), (None, 0, 1, 2)], [(None, 0, 0, 0), (None, 0, 1, 0)]
 
 
+def with_keys(cells, before):
+    """The mask of drafts with the keys before them, flat, as SGLang has it for n-grams."""
+    rows = [
+        torch.cat([torch.ones(len(x), n, dtype=torch.bool), x], 1) for x, n in zip(cells, before)
+    ]
+    return torch.cat([x.flatten() for x in rows])
+
+
 @pytest.mark.parametrize("in_graph", (False, True))
-def test_trees_of_drafts(backend, monkeypatch, in_graph):
-    """One graph verifies the trees of each batch, which the draft stage writes to `verify_mask`."""
-    configure(backend, monkeypatch, topk=2, drafts=4, algorithm="EAGLE")
+@pytest.mark.parametrize("algorithm", ("EAGLE", "NGRAM"))
+def test_trees_of_drafts(backend, monkeypatch, algorithm, in_graph):
+    """One graph verifies the trees of each batch, which EAGLE's draft stage writes to
+    `verify_mask`; those of n-grams come with the keys before them, or without.
+    """
+    topk = 2 if algorithm == "EAGLE" else 1  # trees of n-grams are no chains at a breadth of 1
+    configure(backend, monkeypatch, topk=topk, drafts=4, algorithm=algorithm)
     runner = names.runner()
     served = backend.TilewiseBackend(runner)
     served.init_cuda_graph_state(max_bs=8, max_num_tokens=32)
@@ -272,19 +284,29 @@ def test_trees_of_drafts(backend, monkeypatch, in_graph):
     requests.step([served], (5, 40, 0, 0), "EXTEND")
     mask, before = served.verify_mask, [len(x) for x in requests.slots]
     assert mask.is_read and mask.mode == names.TreeMaskMode.QLEN_ONLY
-    batch = requests.batch((4, 4, 0, 0), "TARGET_VERIFY", drafts=4, cells=mask.buffer)
+    batch = requests.batch((4, 4, 0, 0), "TARGET_VERIFY", drafts=4)
     rows = requests.tokens((4, 4))
+    static = graph_batch(batch, size=3)
+    static.out_cache_loc = torch.cat([batch.out_cache_loc, torch.zeros(4).long()])
     if in_graph:
-        served.init_forward_metadata_out_graph(batch, in_capture=True)
-    for trees in TREES:
+        served.init_forward_metadata_out_graph(static, in_capture=True)
+        rows = [torch.cat([x, torch.zeros(4, *x.shape[1:])]) for x in rows]
+    for trees, has_keys in zip(TREES, (True, False)):
         cells = [parents_mask(parents) for parents in trees]
-        mask.buffer[:32] = torch.stack(cells).flatten()
+        if algorithm == "NGRAM":
+            flat = with_keys(cells, before) if has_keys else torch.stack(cells).flatten()
+            batch.spec_info.custom_mask = flat
+        else:
+            mask.buffer[:32] = torch.stack(cells).flatten()
+            batch.spec_info.custom_mask = mask.buffer
         if in_graph:
+            served.init_forward_metadata_out_graph(static)
             with Static():
-                served.init_forward_metadata_in_graph(batch)
+                served.init_forward_metadata_in_graph(static)
         else:
             served.init_forward_metadata(batch)
-        out = served.forward(*rows, requests.module, batch).unflatten(1, (4, 16)).split(4)
+        out = served.forward(*rows, requests.module, static if in_graph else batch)
+        out = out.unflatten(1, (4, 16)).split(4)
         for b in range(2):
             q, k, v = (x.double() for x in requests.whole(b))
             seen = torch.cat([torch.ones(4, before[b]).bool(), cells[b]], 1)
@@ -302,11 +324,6 @@ RUNNERS = {
     "denoise": ({}, dict(dllm="LowConfidence"), "triton"),
     "within chunks": (dict(attention_chunk_size=64), {}, "triton"),
     "context parallelism": ({}, dict(cp=2), "--attn-cp-size"),
-    "trees of n-grams": (
-        {},
-        dict(topk=4, drafts=4, algorithm="NGRAM"),
-        "--speculative-ngram-max-bfs-breadth 1",
-    ),
     "trees of over 64": ({}, dict(topk=4, drafts=65), "--speculative-num-draft-tokens"),
     "--enable-deterministic-inference": (
         dict(device="cuda"),

@@ -4,6 +4,7 @@ two calls that serving engines make.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,6 +38,12 @@ def has_invariant_bits(runner: Any) -> bool:
     return is_plain and torch.cuda.get_device_capability()[0] == 9
 
 
+def has_trees() -> bool:
+    """Whether drafts may be trees; those of n-grams are, whatever their breadth."""
+    spec = get_spec()
+    return spec.speculative_algorithm == "NGRAM" or (spec.speculative_eagle_topk or 1) > 1
+
+
 def check_runner(runner: Any) -> None:
     """Refuses a model, a pool or an option that tilewise does not support."""
     pool, spec, parallel = runner.token_to_kv_pool, get_spec(), get_parallel()
@@ -61,11 +68,8 @@ def check_runner(runner: Any) -> None:
         refuse(f"a cache of {pool.dtype}", so="pass --kv-cache-dtype auto or fp8_e4m3")
     if get_exec().deterministic.enable_deterministic_inference and not has_invariant_bits(runner):
         refuse("--enable-deterministic-inference here", so="use fa3, or 16 bits and a Hopper GPU")
-    if (spec.speculative_eagle_topk or 1) > 1:
-        if spec.speculative_algorithm == "NGRAM":
-            refuse("trees of n-grams", so="pass --speculative-ngram-max-bfs-breadth 1")
-        if spec.speculative_num_draft_tokens > MAX_DRAFTS:
-            refuse(f"trees of over {MAX_DRAFTS} drafts", so="lower --speculative-num-draft-tokens")
+    if has_trees() and spec.speculative_num_draft_tokens > MAX_DRAFTS:
+        refuse(f"trees of over {MAX_DRAFTS} drafts", so="lower --speculative-num-draft-tokens")
 
 
 def layer_of(module: Any, *, sinks: Tensor | None, is_8bit: bool, others: dict[str, Any]) -> Layer:
@@ -113,7 +117,7 @@ class TilewiseBackend(AttentionBackend):
         self.req_to_token_pool = runner.req_to_token_pool
         self.token_to_kv_pool = runner.token_to_kv_pool
         self.is_8bit = self.token_to_kv_pool.dtype == torch.float8_e4m3fn
-        self.has_trees = (get_spec().speculative_eagle_topk or 1) > 1
+        self.has_trees = has_trees()
         self._new_mask(runner.req_to_token_pool.size)
         if get_exec().deterministic.enable_deterministic_inference:
             batch_invariant()  # from here on, as all models of a process have the option
@@ -130,7 +134,7 @@ class TilewiseBackend(AttentionBackend):
         )
         step.max_seqlen_q = queries or (max(counts) if counts else None)
         self.forward_metadata = step
-        self._fill(forward_batch, cells=getattr(forward_batch.spec_info, "custom_mask", None))
+        self._fill(forward_batch, cells=self._cells)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocates the tensors that all graphs read."""
@@ -140,8 +144,11 @@ class TilewiseBackend(AttentionBackend):
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Chooses the tensors of a graph that is about to be captured. A graph that is replayed
-        fills its own.
+        fills its own, from trees that are where it reads them.
         """
+        if self._verifies_trees(forward_batch) and not in_capture:
+            cells = self._cells(forward_batch)
+            self.verify_mask.buffer[: cells.numel()].copy_(cells)
         if in_capture:
             step = metadata.first_of(self._of_graphs, len(forward_batch.seq_lens))
             queries = metadata.queries_of_each(forward_batch)
@@ -150,7 +157,7 @@ class TilewiseBackend(AttentionBackend):
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         """What a graph records first: it fills the step."""
-        self._fill(forward_batch, cells=self.verify_mask.buffer if self.verify_mask else None)
+        self._fill(forward_batch, cells=lambda batch: self.verify_mask.buffer)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """The length of a request that pads a graph."""
@@ -161,12 +168,25 @@ class TilewiseBackend(AttentionBackend):
     ) -> None:
         """Does nothing: the trees are read where they are used."""
 
-    def _fill(self, batch: Any, *, cells: Tensor | None) -> None:
+    def _fill(self, batch: Any, *, cells: Callable[[Any], Tensor]) -> None:
         step, slots = self.forward_metadata, self.req_to_token_pool.req_to_token
         metadata.fill(step, batch, slots=slots, page_size=self.page_size)
-        if self.has_trees and batch.forward_mode.is_target_verify():
+        if self._verifies_trees(batch):
             drafts = batch.spec_info.draft_token_num
-            step.mask_mod = metadata.draft_tree(step, cells, drafts=drafts)
+            step.mask_mod = metadata.draft_tree(step, cells(batch), drafts=drafts)
+
+    def _verifies_trees(self, batch: Any) -> bool:
+        return self.has_trees and batch.forward_mode.is_target_verify()
+
+    def _cells(self, batch: Any) -> Tensor:
+        """The batch's trees: in our memory, alone, or with the keys before them."""
+        spec = batch.spec_info
+        mask, drafts = spec.custom_mask, spec.draft_token_num
+        if mask.data_ptr() == self.verify_mask.buffer.data_ptr():
+            return mask[: len(batch.seq_lens) * drafts**2]
+        if mask.numel() == spec.draft_token.numel() * drafts:
+            return mask
+        return metadata.cells_of(mask, seq_lens=batch.seq_lens, drafts=drafts)
 
     def _new_mask(self, batch: int) -> None:
         drafts = get_spec().speculative_num_draft_tokens
@@ -190,7 +210,7 @@ class TilewiseBackend(AttentionBackend):
         step, pool = self.forward_metadata, self.token_to_kv_pool
         of_layer = layer_of(layer, sinks=sinks, is_8bit=self.is_8bit, others=others)
         if step.mask_mod is not None and of_layer.scores["window"] is not None:
-            refuse("trees of drafts with a window", so="pass --speculative-eagle-topk 1")
+            refuse("trees of drafts with a window", so="draft by EAGLE, --speculative-eagle-topk 1")
         k_cache, v_cache = map(self._pages, pool.get_kv_buffer(layer.layer_id))
         if save_kv_cache and k is not None and v is not None:
             slots = forward_batch.out_cache_loc

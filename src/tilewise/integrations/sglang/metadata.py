@@ -70,6 +70,17 @@ def fill(step: Step, batch: Any, *, slots: Tensor, page_size: int) -> None:
         step.page_table.div_(page_size, rounding_mode="floor")
 
 
+def cells_of(mask: Tensor, *, seq_lens: Tensor, drafts: int) -> Tensor:
+    """The drafts x drafts cells of each request, from a mask whose rows have the keys before the
+    drafts, too. Requests that pad a graph have no rows in it, and get any cells.
+    """
+    widths = seq_lens + drafts
+    starts = (widths * drafts).cumsum(0) - widths * drafts + seq_lens
+    draft = torch.arange(drafts, device=mask.device)
+    places = starts[:, None, None] + draft[:, None] * widths[:, None, None] + draft
+    return mask[places.clamp(max=mask.numel() - 1).flatten()]
+
+
 def draft_tree(step: Step, cells: Tensor, *, drafts: int) -> Any:
     """The `mask_mod` of a step that verifies trees, computed on the device: `cells` has drafts x
     drafts bools for each request, whether one attends to the other.

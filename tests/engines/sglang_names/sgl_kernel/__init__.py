@@ -1,4 +1,8 @@
-"""SGLang's compiled kernels by name only: none of them is called where this stands in."""
+"""SGLang's compiled kernels by name: none is called where this stands in, except those of
+`speculative`, which are written out.
+"""
+
+from . import speculative
 
 
 def __getattr__(name):
@@ -8,4 +12,4 @@ def __getattr__(name):
     def refuse(*args, **options):
         raise AssertionError(f"sgl_kernel.{name} is a name without a kernel")
 
-    return refuse
+    return getattr(speculative, name, refuse)
