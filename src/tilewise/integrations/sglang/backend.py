@@ -150,9 +150,12 @@ class TilewiseBackend(AttentionBackend):
             cells = self._cells(forward_batch)
             self.verify_mask.buffer[: cells.numel()].copy_(cells)
         if in_capture:
-            step = metadata.first_of(self._of_graphs, len(forward_batch.seq_lens))
             queries = metadata.queries_of_each(forward_batch)
-            step.max_seqlen_q = queries or len(forward_batch.input_ids)
+            if queries is None:
+                way_out = "pass --cuda-graph-backend-prefill breakable"
+                refuse("full CUDA graphs of prompts", so=way_out)
+            step = metadata.first_of(self._of_graphs, len(forward_batch.seq_lens))
+            step.max_seqlen_q = queries
             self.forward_metadata = step
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
@@ -216,7 +219,10 @@ class TilewiseBackend(AttentionBackend):
             slots = forward_batch.out_cache_loc
             of_layer.append(k, v, k_cache=k_cache, v_cache=v_cache, slots=slots)
         q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        out = q.new_empty(q.shape[0], layer.tp_q_head_num, layer.v_head_dim)
+        out = getattr(forward_batch, "_attn_output", None)  # where a graph of prompts reads it
+        if out is None:
+            out = q.new_empty(q.shape[0], layer.tp_q_head_num * layer.v_head_dim)
+        out = out.view(q.shape[0], layer.tp_q_head_num, layer.v_head_dim)
         of_layer.attend(q, step, k_cache=k_cache, v_cache=v_cache, out=out)
         return out.flatten(1)
 
