@@ -72,6 +72,7 @@ def of(*names):
 GENERATED = {
     "llama": "chunks of prefill and single tokens in one step",
     "llama, heads first": "the other layout",
+    "llama, compiled": "a model that the engine compiles",
     "llama, preemption": "preemption",
     "llama, prefix": "prefix caching",
     "llama, drafts": "speculation by n-grams",

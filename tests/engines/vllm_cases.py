@@ -266,6 +266,7 @@ CASES = {
         "llama",
         lambda x: generates(x, prompts(), block_size=16, max_num_batched_tokens=48),
     ),
+    "llama, compiled": ("llama", lambda x: generates(x, prompts(), enforce_eager=False)),
     "llama, preemption": (
         "llama",
         lambda x: generates(
@@ -341,6 +342,7 @@ def run(name, folder):
 
 
 def main(folder, names):
+    os.environ["VLLM_CACHE_ROOT"] = str(folder / "cache")  # of what it compiles
     for model in {CASES[name][0] for name in names}:
         if not (folder / model).exists():
             tiny_models.make(model, folder / model)
