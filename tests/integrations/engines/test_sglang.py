@@ -329,6 +329,7 @@ RUNNERS = {
     "denoise": ({}, dict(dllm="LowConfidence"), "triton"),
     "within chunks": (dict(attention_chunk_size=64), {}, "triton"),
     "context parallelism": ({}, dict(cp=2), "--attn-cp-size"),
+    "speculation by UNO": ({}, dict(algorithm="UNO", drafts=4), "EAGLE"),
     "trees of over 64": ({}, dict(topk=4, drafts=65), "--speculative-num-draft-tokens"),
     "--enable-deterministic-inference": (
         dict(device="cuda"),

@@ -22,6 +22,8 @@ from . import metadata
 Tensor = torch.Tensor
 ANOTHER = "use --attention-backend triton"
 STORED = torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn
+# Whose drafts are chains, or trees as SGLang's mask says
+DRAFTERS = "EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "FROZEN_KV_MTP", "DFLASH", "NGRAM"
 MAX_DRAFTS = 64  # of a tree: a row of its mask is an int64
 
 
@@ -68,6 +70,8 @@ def check_runner(runner: Any) -> None:
         refuse(f"a cache of {pool.dtype}", so="pass --kv-cache-dtype auto or fp8_e4m3")
     if get_exec().deterministic.enable_deterministic_inference and not has_invariant_bits(runner):
         refuse("--enable-deterministic-inference here", so="use fa3, or 16 bits and a Hopper GPU")
+    if spec.speculative_algorithm not in (None, *DRAFTERS):
+        refuse(f"speculation by {spec.speculative_algorithm}", so="use EAGLE or NGRAM")
     if has_trees() and spec.speculative_num_draft_tokens > MAX_DRAFTS:
         refuse(f"trees of over {MAX_DRAFTS} drafts", so="lower --speculative-num-draft-tokens")
 
