@@ -91,6 +91,7 @@ def runner(pool=None, page_size=1, **changes):
     of |= dict(req_to_token_pool=SimpleNamespace(req_to_token=table, size=8))
     of |= dict(use_mla_backend=False, is_draft_worker=False, attention_chunk_size=None)
     model = dict(context_len=512, head_dim=16, is_encoder_decoder=changes.pop("encoder", False))
+    of |= dict(model=object())
     return SimpleNamespace(**of | changes, model_config=SimpleNamespace(**model))
 
 

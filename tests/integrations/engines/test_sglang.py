@@ -6,6 +6,7 @@ real classes.
 import importlib
 import logging
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -397,6 +398,17 @@ def test_a_kind_of_batch_is_refused(backend, mode):
     requests = Requests(names, runner, names.layer())
     with pytest.raises(NotImplementedError, match=f"mode {mode}: use"):
         requests.step([backend.TilewiseBackend(runner)], (3, 0, 0, 0), mode)
+
+
+@pytest.mark.parametrize("has_images", (False, True))
+def test_images_that_a_model_masks_are_refused(backend, has_images):
+    """Its text is not."""
+    runner = names.runner(model=SimpleNamespace(prepare_attn_masks=None))
+    batch = Requests(names, runner, names.layer()).batch((3, 0, 0, 0), "EXTEND")
+    batch.contains_image_inputs = lambda: has_images
+    refusal = pytest.raises(NotImplementedError, match="images.*: use --attention-backend triton")
+    with refusal if has_images else nullcontext():
+        backend.TilewiseBackend(runner).init_forward_metadata(batch)
 
 
 def test_drafts_of_different_numbers_are_refused(backend, monkeypatch):

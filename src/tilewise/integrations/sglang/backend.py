@@ -122,12 +122,16 @@ class TilewiseBackend(AttentionBackend):
         self.token_to_kv_pool = runner.token_to_kv_pool
         self.is_8bit = self.token_to_kv_pool.dtype == torch.float8_e4m3fn
         self.has_trees = has_trees()
+        # Such a model gives masks of its images to SGLang's own backends alone
+        self.masks_images = hasattr(runner.model, "prepare_attn_masks")
         self._new_mask(runner.req_to_token_pool.size)
         if get_exec().deterministic.enable_deterministic_inference:
             batch_invariant()  # from here on, as all models of a process have the option
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """The step of a batch that runs without a graph."""
+        if self.masks_images and forward_batch.contains_image_inputs():
+            refuse("images whose tokens attend to later ones")
         queries = metadata.queries_of_each(forward_batch)
         lengths, counts = forward_batch.seq_lens_cpu, forward_batch.extend_seq_lens_cpu
         keys = self.req_to_token_pool.req_to_token.shape[1]  # of any request
