@@ -83,6 +83,12 @@ def settings(**changes):
     )
 
 
+def configure(backend, monkeypatch, **changes):
+    """Other settings for the backend's module."""
+    for name, get in settings(**changes).items():
+        monkeypatch.setattr(backend, name, get)
+
+
 def runner(pool=None, page_size=1, **changes):
     """The attributes of a `ModelRunner`."""
     pool = pool or MHATokenToKVPool(1024, page_size, dtype=torch.float32, heads=2, headdim=16)
