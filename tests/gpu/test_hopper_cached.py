@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from helpers.caches import contiguous, paged, sequences
+from helpers.eight_bits import POISON, quantised
 
 import tilewise
 from tilewise.kernels.hopper.fwd import cached as schedules
@@ -57,10 +58,11 @@ def moved(options):
 
 def run(s, page_size=None, seed=0, **options):
     """Of tensors on the CPU, on the card."""
+    fill = POISON.get(s.k[0].dtype, math.nan)
     if page_size is None:
-        cache = dict(k=contiguous(s.k), v=contiguous(s.v))
+        cache = dict(k=contiguous(s.k, fill=fill), v=contiguous(s.v, fill=fill))
     else:
-        cache = dict(zip(("k", "v", "page_table"), paged(s, page_size, seed)))
+        cache = dict(zip(("k", "v", "page_table"), paged(s, page_size, seed, fill)))
     q = torch.stack(s.q).cuda()
     out = q.new_full((*q.shape[:-1], cache["v"].shape[-1]), math.nan)
     at = moved(cache | dict(seqused_k=s.lengths) | options)
@@ -70,6 +72,25 @@ def run(s, page_size=None, seed=0, **options):
 def assert_equal(found, expected):
     for x, y in zip(found, expected, strict=True):
         assert torch.equal(x, y)
+
+
+EIGHT_BITS = [
+    (torch.float8_e4m3fn, BF16, 128, dict(causal=True)),
+    (torch.float8_e4m3fn, torch.float16, 64, dict(causal=True, window=(700, 0))),
+    (torch.int8, BF16, 64, {}),
+]
+
+
+@pytest.mark.parametrize("dtype, q_dtype, headdim, options", EIGHT_BITS)
+def test_8_bits_have_the_bits_of_a_cache_that_was_converted_before(
+    dtype, q_dtype, headdim, options, served
+):
+    x = quantised([QUERIES] * 3, LENGTHS[:3], dtype, "none", (8, 2), (headdim,) * 2, q_dtype)
+    converted = x.s._replace(k=[k.to(q_dtype) for k in x.s.k], v=[v.to(q_dtype) for v in x.s.v])
+    found = run(converted, **options)
+    for page_size in (None, 8, 16, 64, 256):
+        assert_equal(run(x.s, page_size, 1, **options), found)
+        assert_equal(run(x.s, page_size, 2, **options), found)
 
 
 @pytest.mark.parametrize("name, headdims, heads, options", CASES, ids=[x[0] for x in CASES])

@@ -57,6 +57,7 @@ class Optionals(NamedTuple):
     runs: Runs | None = None
     pages: Table | None = None  # where keys are pages of a cache
     parts: Parts | None = None  # where programs share the keys of a tile
+    scales: Any = None  # of a cache of 8 bits: `hopper.decode.scales.Scales`
 
 
 class Runs(NamedTuple):
@@ -70,9 +71,7 @@ class Runs(NamedTuple):
 
 
 class Modifiers(NamedTuple):
-    """score_mod, mask_mod, bias and block lists; 0 stands for None, which Triton functions cannot
-    return.
-    """
+    """score_mod, mask_mod, bias, block lists; 0 is None, which Triton functions cannot return."""
 
     bias: Bias | int
     mask_tensors: tuple | int  # what the mask and the score function captured
@@ -198,13 +197,14 @@ class Pipeline(NamedTuple):
     STAGES: int  # for tiles of K, and of V
     Q_STAGES: int
     PACK: int  # heads of a group that share a tile, as neighbouring rows
-    BIAS_STEP: int = 0  # from one key's bias to the next: 1, or 2 where two may be read at once;
-    # 0 where keys share it, -1 where they are further apart
+    BIAS_STEP: int = 0  # 1 or, by pairs, 2 to the next key's; 0: keys share it, -1: further apart
     BIAS_COPIED: bool = False  # whether TMA loads the bias
     V_FLAT: bool = False  # whether heads of V are columns of rows that hold them all
     FP8: bool = False  # whether tiles are of 8 bits: V^T instead of V, and keys downwards
     TRANSPOSES: bool = False  # with FP8: whether the kernel makes V^T of V
     PAGE: int = 0  # keys of a copy, where they lie in pages: a page, or a block of one
+    CACHE: str = ""  # "e4m3" or "int8": of 8-bit keys and values, which warps convert
+    STAGED: int = 0  # tiles of these that wait for it
 
 
 class SplitPipeline(NamedTuple):

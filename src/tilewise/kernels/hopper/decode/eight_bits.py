@@ -46,12 +46,27 @@ _INT_TO_F16 = (
 )
 
 
+# Which bytes are a pair, in these pieces of assembly: of e4m3 both pairs, of int8 the first, second
+_EVEN_AND_ODD = "prmt.b32 w, $2, 0, 0x3120;", "0x4240", "0x4341"
+_NEIGHBOURS = "mov.b32 w, $2;", "0x4140", "0x4342"
+# Every e4m3 in bf16 is the higher half of it in fp32, which takes half as long as rounding. Not
+# where threads that multiply convert: it would be as many instructions, of a unit they use more
+_ROUNDED = "cvt.rn.bf16x2.f32 $0, f1, f0; cvt.rn.bf16x2.f32 $1, f3, f2;"
+_HALVES = "prmt.b32 $0, f0, f1, 0x7632; prmt.b32 $1, f2, f3, 0x7632;"
+
+
 @gluon.constexpr_function
-def assembly_of(to_bf16, is_int):
-    """What converts four numbers."""
+def assembly_of(to_bf16, is_int, in_order=False):
+    """What converts four numbers, to pairs of even and of odd ones or, in order, of neighbours."""
     if is_int:
-        return _INT_TO_BF16 if to_bf16 else _INT_TO_F16
-    return _TO_BF16 if to_bf16 else _TO_F16
+        text = _INT_TO_BF16 if to_bf16 else _INT_TO_F16
+    else:
+        text = _TO_BF16 if to_bf16 else _TO_F16
+    if in_order:
+        for even_or_odd, neighbours in zip(_EVEN_AND_ODD, _NEIGHBOURS):
+            text = text.replace(even_or_odd, neighbours)
+        text = text.replace(_ROUNDED, _HALVES).replace(".reg .f32 f0", ".reg .b32 f0")
+    return text
 
 
 @gluon.constexpr_function
@@ -60,19 +75,24 @@ def two_of(dtype):
     return dtype, dtype
 
 
-def _emulated(dtype: torch.dtype, is_int: bool) -> Callable[[torch.Tensor], tuple]:
+def _emulated(dtype: torch.dtype, is_int: bool, in_order: bool) -> Callable[..., tuple]:
     def convert(words: torch.Tensor) -> tuple:
         kind = torch.int8 if is_int else torch.float8_e4m3fn
         numbers = words.contiguous().view(kind).to(dtype)
+        if in_order:
+            numbers = numbers.view(torch.int32)
         return numbers[..., 0::2], numbers[..., 1::2]
 
     return convert
 
 
 ASM = {
-    assembly_of(to_bf16, is_int): _emulated(torch.bfloat16 if to_bf16 else torch.float16, is_int)
+    assembly_of(to_bf16, is_int, in_order): _emulated(
+        torch.bfloat16 if to_bf16 else torch.float16, is_int, in_order
+    )
     for to_bf16 in (False, True)
     for is_int in (False, True)
+    for in_order in (False, True)
 }
 
 
@@ -143,6 +163,15 @@ def as_words(smem, ROWS: gl.constexpr, WORDS: gl.constexpr):
     """Words of two bytes, swizzled as the bytes are."""
     LAYOUT: gl.constexpr = shared(ROWS, WORDS, dtype=gl.int16)
     return reinterpret(smem, gl.int16, shape=[ROWS, WORDS], layout=LAYOUT)
+
+
+@gluon.jit
+def neighbours(words, dtype: gl.constexpr, IS_INT: gl.constexpr):
+    """Words of four bytes, (rows, words), as words of two 16-bit numbers each, (rows, 2 words)."""
+    ASSEMBLY: gl.constexpr = assembly_of(dtype == gl.bfloat16, IS_INT, True)
+    KINDS: gl.constexpr = two_of(gl.int32)
+    first, second = gl.inline_asm_elementwise(ASSEMBLY, "=r,=r,r", [words], KINDS, True, 1)
+    return gl.join(first, second).reshape([words.shape[0], 2 * words.shape[1]])
 
 
 @gluon.jit

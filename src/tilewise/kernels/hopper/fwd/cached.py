@@ -25,12 +25,14 @@ from ....problem import Problem
 from ....tile.paging import batch_of, capacity
 from ....tile.types import Table
 from ...common.alignment import TMA, misplaced
+from ...common.arguments import scales_of
 from ...common.cached import Cached
 from ...common.decode_step import DecodeStep, program_of, run
 from ...common.operand import Within
 from ...common.workspace import Workspace
 from ..decode import launch as decoding
-from ..decode.tiles import is_box
+from ..decode.scales import Scales
+from ..decode.tiles import CACHES, is_box
 from ..descriptors import is_in_steps, ragged_steps
 from ..layouts import column_groups
 from .launch import KeyCache, pack_of, plan_for, steps_of
@@ -91,8 +93,8 @@ def why_in_pieces(cached: Cached, out: Tensor) -> str | None:
             return "there is room for no key"
     elif q.shape[1] < least:
         return f"a sequence has fewer than {least} queries, too few tiles"
-    if k.dtype != q.dtype:
-        return "the cache has 8 bits"
+    if k.dtype != q.dtype and (reason := why_not_converted(cached)):
+        return reason
     if cached.mask:
         return "mask_mod counts queries from the sequence's first key"
     if cached.page_table is not None and (reason := why_no_pages(cached)):
@@ -101,6 +103,19 @@ def why_in_pieces(cached: Cached, out: Tensor) -> str | None:
     if is_ragged and not (is_in_steps(k) and is_in_steps(v)):
         return "sequences or pages are no whole number of heads apart in memory"
     return misplaced(dict.fromkeys(("q", "k", "v", "out"), TMA), q=q, k=k, v=v, out=out)
+
+
+def why_not_converted(cached: Cached) -> str | None:
+    """Why the training forward does not read such a cache of 8 bits."""
+    problem = cached.problem
+    if cached.extras.cu_seqlens_q is not None:
+        return "the cache has 8 bits, and queries are packed"
+    if any(x is not None and x.dim() == 3 for x in (cached.k_descale, cached.v_descale)):
+        return "the cache has 8 bits, and each of its rows a scale"
+    block_d, block_dv = (triton.next_power_of_2(x) for x in (problem.headdim, problem.headdim_v))
+    if max(block_d, 64) != max(block_dv, 64) or block_d > 128:
+        return "the cache has 8 bits, and headdims are over 128 or differ: no room to convert it"
+    return None
 
 
 def why_no_pages(cached: Cached) -> str | None:
@@ -136,7 +151,9 @@ def launches_of(
     """The launches of chunks; with `chunk`, from as many queries on, behind that of other
     sequences, whose counters they share.
     """
-    steps, counter = [], None
+    steps, counter, of_scales = [], None, None
+    if cached.k.dtype in CACHES:
+        of_scales = Scales(**scales_of("k", cached.k_descale), **scales_of("v", cached.v_descale))
     if chunk:
         steps = [decoding.launch_of(cached, problem, out, lse, work, chunk=chunk)]
         counters = steps[0].args["counters"].counter
@@ -151,7 +168,7 @@ def launches_of(
         v=cached.v,
         out=in_batch(out),
         lse=lse,
-        cache=KeyCache(pages_of(cached), chunk, counter, parts_of(cached, problem)),
+        cache=KeyCache(pages_of(cached), chunk, counter, parts_of(cached, problem), of_scales),
     )
 
 

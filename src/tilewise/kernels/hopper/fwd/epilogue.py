@@ -18,6 +18,7 @@ from ..pipeline import make_barrier
 from ..rescale import rounded_off
 from ..tma import store_ragged
 from ..work import key_head
+from .convert import value_scale
 from .parts import is_written, leave_state, state_so_far
 from .rows import head_of_row, query_of_row
 from .varlen import place_in, rows_in
@@ -97,6 +98,9 @@ def write_rows(
         rescale = rescale * call.numbers.dropout_factor
     rescale = gl.convert_layout(rescale, row_of(acc_o.type.layout))
     out = acc_o * rescale[:, None]  # (64, BLOCK_DV)
+    if TILE.CACHE != "":
+        if call.optionals.scales.v is not None:
+            out = out * value_scale(work, call, FEATURES=FEATURES, TILE=TILE)
     store_rows(out, q_idx, work, output, parity, WG, FEATURES, TILE)
 
 

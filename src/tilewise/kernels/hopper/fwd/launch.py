@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+from triton.experimental.gluon import language as gl
 
 from ....hardware import SHARED_MEMORY
 from ....problem import LONG_SEQLEN, NO_EXTRAS, Extras, Problem, Scalars
@@ -23,6 +24,9 @@ from ...common.results import FORWARD, forward_of, names_with, outputs_of
 from ...common.workspace import Workspace
 from .. import assembly
 from ..bias_memory import bias_step, has_tiles, in_pairs
+from ..decode import eight_bits
+from ..decode.scales import Scales
+from ..decode.tiles import CACHES
 from ..descriptors import (
     GL_DTYPES,
     Plan,
@@ -37,6 +41,7 @@ from ..layouts import column_groups
 from ..padded import Readable, is_flat, is_padded, is_readable, padded_width
 from ..tile_counter import tile_counter
 from . import dropout, runs
+from .eight_bit_kernel import OUT_COLUMNS, hopper_eight_bit_fwd_kernel
 from .epilogue import out_columns
 from .kernel import hopper_fwd_kernel
 from .parts_launch import fold_of, in_parts, shared_tiles
@@ -44,18 +49,20 @@ from .parts_launch import fold_of, in_parts, shared_tiles
 Tensor = torch.Tensor
 WARPGROUP_ROWS = 64  # of a warpgroup's tile
 AT_ONCE = 16 << 20  # bytes of keys and values: `heads_per_l2_group`
+MOST_STAGED = 6  # tiles of 8 bits: three blocks of keys and values
 
 
 class KeyCache(NamedTuple):
     """What is a cache's of a forward over one: where its pages lie; of packed queries, that it
     computes the sequences of `chunk` or more, while another launch computes the others, and no two
-    share a `counter`; how many `parts` the keys of each tile have.
+    share a `counter`; how many `parts` the keys of each tile have; of 8 bits its `scales`.
     """
 
     pages: Table | None = None
     chunk: int = 0
     counter: Gap | None = None
     parts: int = 1
+    scales: Scales | None = None
 
 
 NO_CACHE = KeyCache()
@@ -112,8 +119,13 @@ def steps_of(
         q, k, v = readable.copied((q, k, v), is_copied)
     if problem.has_seqused_k and not problem.is_packed:
         k, v = readable.copied((k, v), [not is_in_steps(x) for x in (k, v)])
-    plan = plan_for(problem, q, extras, is_v_flat, cache.pages, cache.chunk, cache.parts > 1)
+    of_cache: Any = dict(pages=cache.pages, chunk=cache.chunk, has_parts=cache.parts > 1)
+    plan = plan_for(problem, q, extras, is_v_flat, kept=CACHES.get(k.dtype, ""), **of_cache)
+    if plan.tile.CACHE:
+        k, v = k.view(torch.int8), v.view(torch.int8)
     args = arguments(problem, plan, q, k, v, out, lse, in_pairs(extras, plan), scalars, cache.pages)
+    if plan.tile.CACHE:
+        args = of_eight_bits(args, cache.scales)
     if cache.counter is not None:
         args["queue"] = args["queue"]._replace(counter=cache.counter)
     if cache.parts > 1:
@@ -123,11 +135,17 @@ def steps_of(
     return [*readable.steps, launch_of(plan, args, launch_pdl=True)]
 
 
+def of_eight_bits(args: dict[str, Any], scales: Scales | None) -> dict[str, Any]:
+    """The arguments of the kernel for a cache of 8 bits."""
+    args = {name: x for name, x in args.items() if name not in ("v_step", "bias_desc")}
+    return args | dict(optionals=args["optionals"]._replace(scales=scales))
+
+
 class ForwardLaunch(Launch):
     """A launch of this kernel."""
 
     __slots__ = ()
-    asm = assembly.ASM | dropout.ASM | runs.ASM
+    asm = assembly.ASM | dropout.ASM | runs.ASM | eight_bits.ASM
 
 
 def launch_of(plan: Plan, args: dict[str, Any], **options: Any) -> Launch:
@@ -135,7 +153,8 @@ def launch_of(plan: Plan, args: dict[str, Any], **options: Any) -> Launch:
     programs = programs_of(args["queue"].tiles, args["lse"].device)
     constants = dict(FEATURES=plan.features, TILE=plan.tile)
     options = dict(num_warps=4) | options
-    return checked(ForwardLaunch(hopper_fwd_kernel, programs, args, constants, options))
+    kernel = hopper_eight_bit_fwd_kernel if plan.tile.CACHE else hopper_fwd_kernel
+    return checked(ForwardLaunch(kernel, programs, args, constants, options))
 
 
 def arguments(
@@ -209,6 +228,7 @@ def plan_for(
     pages: Table | None = None,
     chunk: int = 0,
     has_parts: bool = False,
+    kept: str = "",
 ) -> Plan:
     """The plan of a call; of packed sequences that of long ones where `max_seqlen_q` allows some,
     else that of their mean length. With `chunk`, of packed sequences over a KV cache with as
@@ -220,7 +240,7 @@ def plan_for(
     is_short = seqlen_q <= LONG_SEQLEN and not (problem.is_long or chunk)
     of_bias: Any = dict(bias_step=bias_step(extras.bias), has_tiles=has_tiles(extras.bias, q))
     page_size = 0 if pages is None else pages.page_size
-    of_keys: Any = dict(is_flat=is_flat, page_size=page_size, has_parts=has_parts)
+    of_keys: Any = dict(is_flat=is_flat, page_size=page_size, has_parts=has_parts, kept=kept)
     plan = plan_of(problem, q.device, is_short, pack=pack, **of_bias, **of_keys)
     return plan._replace(features=plan.features._replace(CHUNK=chunk)) if chunk else plan
 
@@ -235,8 +255,9 @@ def plan_of(
     is_flat: bool = False,
     page_size: int = 0,
     has_parts: bool = False,
+    kept: str = "",
 ) -> Plan:
-    """The plan of a problem, as the tuning tables say."""
+    """The plan of a problem, as the tuning tables say; with `kept`, over a cache of 8 bits."""
     block_d, block_dv = (
         max(64, triton.next_power_of_2(d)) for d in (problem.headdim, problem.headdim_v)
     )
@@ -247,9 +268,9 @@ def plan_of(
     config = select(Key(arch, "hopper_fwd", widest, 16, problem.is_causal, is_short), device)
     warpgroups = config.BLOCK_M // WARPGROUP_ROWS
     takes_registers = has_parts or problem.has_alibi or problem.has_left or problem.is_modified
-    if takes_registers or pack > 1 or page_size:
+    if takes_registers or pack > 1 or page_size or kept:
         warpgroups = 2  # three have 160 registers a thread each: positions would spill
-    of_o = out_columns(block_d, block_dv)
+    of_o = OUT_COLUMNS.value if kept else out_columns(block_d, block_dv)
     block_n = config.BLOCK_N
     if problem.mods.block != (0, 0):  # what a mask lists is made up of whole tiles
         block_n = math.gcd(block_n, problem.mods.block[1])
@@ -266,6 +287,8 @@ def plan_of(
         V_FLAT=is_flat,
         PAGE=min(page_size, block_n),
     )
+    if kept:
+        tile = with_staged(tile, kept, of_o)
     if shared_memory(tile, of_o) > SHARED_MEMORY["sm90"]:
         tile = tile._replace(Q_STAGES=1)
     if has_tiles and block_n == 128 and pack == 1:  # one slot of Q less makes room for it
@@ -285,7 +308,16 @@ def plan_of(
         bias=[1, 1, rows, tile.BLOCK_N],
     )
     dtypes = dict.fromkeys(blocks, GL_DTYPES[problem.dtype])
+    if kept:
+        dtypes |= dict.fromkeys(("k", "v"), gl.int8)
     return Plan(features, tile, in_shared(dtypes, blocks))
+
+
+def with_staged(tile: Pipeline, kept: str, out_columns: int) -> Pipeline:
+    """A tile over a cache of 8 bits, which waits in as many tiles as there is room for."""
+    tile = tile._replace(CACHE=kept, Q_STAGES=1)
+    room = SHARED_MEMORY["sm90"] - shared_memory(tile, out_columns)
+    return tile._replace(STAGED=min(room // (tile.BLOCK_N * tile.BLOCK_D), MOST_STAGED))
 
 
 def shared_memory(tile: Pipeline, out_columns: int) -> int:

@@ -28,6 +28,7 @@ from ..work import (
     key_head,
     reset_counter,
 )
+from .convert import stage_tile
 from .key_blocks import KeyBlock, block_of, load_rows, nowhere
 from .parts import TileParts, open_part, part_of, parts_of
 from .runs import arrived_block, await_keys, open_run, open_runs
@@ -177,8 +178,9 @@ def load_blocks(
         if TILE.TRANSPOSES:
             head = batch * sources.transposing.nheads_k + head_k
             blocks_ready = await_values(sources.transposing, head, n_start, blocks_ready)
-        load_kv(rings.kv_ring, kv_state, sources, block, True, prev_block, has_prev, TILE)
-        kv_state = advance(kv_state, TILE.STAGES)
+        kv_state = load_kv(
+            rings.kv_ring, kv_state, sources, block, True, prev_block, has_prev, TILE
+        )
         copy_bias(sources.bias, rings.bias, bias_state, work, n_start, call, TILE)
         bias_state = advance(bias_state, 1)
         prev_block = block
@@ -203,8 +205,20 @@ def load_queries(ring, state, desc, place, TILE: gl.constexpr):
 @gluon.jit
 def load_kv(kv_ring, state, sources, keys, has_keys, values, has_values, TILE: gl.constexpr):
     """Fills a stage with K of one block and V of another, as soon as it is empty; TMA arrives at
-    `full` when the last byte of both is there.
+    `full` when the last byte of both is there. Returns the next state. Of 8 bits each tile has a
+    stage (convert.py).
     """
+    if TILE.CACHE != "":
+        state = stage_tile(kv_ring, state, sources, keys, 0, has_keys, TILE)
+        return stage_tile(kv_ring, state, sources, values, 1, has_values, TILE)
+    else:
+        load_pair(kv_ring, state, sources, keys, has_keys, values, has_values, TILE)
+        return advance(state, TILE.STAGES)
+
+
+@gluon.jit
+def load_pair(kv_ring, state, sources, keys, has_keys, values, has_values, TILE: gl.constexpr):
+    """K of one block and V of another, of 16 bits, which share a stage."""
     GROUPS: gl.constexpr = column_groups(TILE.BLOCK_D)
     BOXES: gl.constexpr = TILE.BLOCK_N // TILE.PAGE if TILE.PAGE > 0 else 1
     K_BYTES: gl.constexpr = GROUPS * BOXES * sources.k.block_type.nbytes

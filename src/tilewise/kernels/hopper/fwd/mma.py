@@ -18,10 +18,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ....tile.score import exp_scale
 from ....tile.seqlen import modifiers_of
 from ....tile.softmax import exponentials
-from ....tile.types import Lengths, Sequence
 from ..bias import copied_bias, release_bias
 from ..layouts import accumulator, column_groups, row_of
 from ..operands import add_sums, as_operand, operand, row_factor, row_sums, whole_sums
@@ -39,7 +37,7 @@ from ..work import END, KernelCall, key_block
 from .dropout import from_pairs
 from .epilogue import write_tile
 from .parts import TileParts, has_more, part_of, parts_of
-from .scores import dropout, open_rows, prefetch_bias, to_scores
+from .scores import dropout, open_rows, prefetch_bias, scale_of, to_scores
 from .varlen import lengths_in, receive_tile, rows_in
 
 
@@ -91,7 +89,6 @@ def attend_partition(
     no_scores = gl.zeros([64, N], gl.float32, S_LAYOUT)
     no_sums = row_sums(no_scores)
     no_max = gl.full([64], float("-inf"), gl.float32, row_of(S_LAYOUT))
-    scale = exp_scale(Sequence(Lengths(0, 0, diagonal=0), 0.0, numbers=call.numbers), FEATURES)
     modifiers = modifiers_of(call.optionals)
     call = KernelCall(call.queue, call.optionals, call.sizes, call.numbers, modifiers)
 
@@ -123,6 +120,7 @@ def attend_partition(
     state = advance(state, STAGES)
     s, m_i = to_scores(s, bias, tile, 0, n_block, no_max, None, call, dtype, True, FEATURES, TILE)
     release_bias(rings.bias, WG, TILE=TILE)
+    scale = scale_of(tile, call, FEATURES=FEATURES, TILE=TILE)
     exponent = in_exponent(no_max, m_i, scale=scale, FEATURES=FEATURES)
     p, alpha = exponentials(s, exponent.m_before, exponent.m_i, exponent.factor, True)
     step = softmax_step(p, m_i, alpha, no_sums, tile, n_block, call, dtype, FEATURES, TILE)
@@ -137,7 +135,7 @@ def attend_partition(
         query = QueryTile(q_tile, q_state, tile, work, split.blocks, last_blocks)
         for i in range(1, split.blocks):
             step, acc_o, state = attend_block(
-                i, step, acc_o, state, query, rings, scale, call, WG, dtype, FEATURES, TILE
+                i, step, acc_o, state, query, rings, call, WG, dtype, FEATURES, TILE
             )
         if UNEVEN:
             state = skip(kv_ring, state, count=split.idle, STAGES=STAGES)
@@ -175,7 +173,8 @@ def attend_partition(
                 state = advance(state, STAGES)
         release_by_threads(kv_ring, state)
         state = advance(state, STAGES)
-        exponent = in_exponent(no_max, m_i, scale=scale, FEATURES=FEATURES)
+        next_scale = scale_of(tile, call, FEATURES=FEATURES, TILE=TILE)
+        exponent = in_exponent(no_max, m_i, scale=next_scale, FEATURES=FEATURES)
         p, alpha = exponentials(s, exponent.m_before, exponent.m_i, exponent.factor, True)
         begun = softmax_step(p, m_i, alpha, no_sums, tile, n_block, call, dtype, FEATURES, TILE)
         l_i = whole_sums(step.l_i, row_of(S_LAYOUT))
@@ -198,7 +197,6 @@ def attend_block(
     state,
     query,
     rings,
-    scale,
     call,
     WG: gl.constexpr,
     dtype: gl.constexpr,
@@ -241,6 +239,7 @@ def attend_block(
     )
     m_i = lagging_max(step.m_i, m_i)
     release_bias(rings.bias, WG, TILE=TILE)
+    scale = scale_of(tile, call, FEATURES=FEATURES, TILE=TILE)
     m_before, m_ref, factor = in_exponent(step.m_i, m_i, scale=scale, FEATURES=FEATURES)
     if PINNED:
         alpha, grows = rescale_factors(m_before, m_ref, query.work.start, not QUARTER)

@@ -186,10 +186,22 @@ def fold_parts_kernel(
     begins = batch * out.batch + q_idx.to(gl.int64) * out.row + heads.to(gl.int64) * out.head
     columns = gl.arange(0, TILE.BLOCK_DV, column_of(LAYOUT))
     inside = exists[:, None] & (columns < FEATURES.HEADDIM_V)[None, :]
-    rounded = (state.acc_o * rescale[:, None]).to(out.ptr.dtype.element_ty)
+    acc_o = state.acc_o * rescale[:, None]
+    if TILE.CACHE != "":
+        if optionals.scales.v is not None:
+            has_keys = exists & (state.m_i != float("-inf"))
+            acc_o = acc_o * row_scales(optionals.scales, batch, heads, has_keys, FEATURES)[:, None]
+    rounded = acc_o.to(out.ptr.dtype.element_ty)
     gl.store(out.ptr + begins[:, None] + columns[None, :], rounded, mask=inside)
     place = (batch * sizes.nheads + heads) * sizes.seqlen_q + q_idx
     gl.store(lse + place, row_lse, mask=exists)
+
+
+@gluon.jit
+def row_scales(scales, batch, heads, has_keys, FEATURES: gl.constexpr):
+    """The scale of V that rows of a sequence and of `heads` have; 1 where they saw no keys."""
+    ptrs = scales.v + batch * scales.v_batch + heads // FEATURES.GROUP * scales.v_head
+    return gl.load(ptrs, mask=has_keys, other=1.0)
 
 
 @gluon.jit

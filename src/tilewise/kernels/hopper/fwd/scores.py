@@ -19,6 +19,7 @@ from ..hide import hide, hide_outside
 from ..layouts import accumulator, column_of
 from ..row_max import running_max_of
 from ..work import Work, needs_mask
+from .convert import numbers_in, unit_of_keys
 from .dropout import drop_pairs
 from .rows import head_of_row, query_of_row
 from .varlen import lengths_in
@@ -32,6 +33,7 @@ class TileRows(NamedTuple):
     slope_log2: gl.tensor
     stream: tuple  # of dropout's random numbers
     interval: RowInterval  # keys, of a mask that keeps such ends
+    unit: gl.tensor  # of scores; not 1 where an 8-bit cache has scales
 
 
 @gluon.jit
@@ -45,7 +47,15 @@ def open_rows(work, rows, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
     if FEATURES.ENDS:
         q_idx = gl.maximum(work.start, 0) + rows  # memory is read there, after the last tile, too
         interval = load_ends(q_idx, work.batch, head=work.head, ends=call.modifiers.mask_tensors)
-    return TileRows(work, rows, slope_log2=slope_log2, stream=stream, interval=interval)
+    unit = unit_of_keys(work, call, FEATURES=FEATURES, TILE=TILE)
+    return TileRows(work, rows, slope_log2, stream=stream, interval=interval, unit=unit)
+
+
+@gluon.jit
+def scale_of(tile, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
+    """The factor that the exponent applies to the scores of a tile."""
+    numbers = numbers_in(tile.unit, call, TILE=TILE)
+    return exp_scale(Sequence(Lengths(0, 0, diagonal=0), 0.0, numbers=numbers), FEATURES)
 
 
 @gluon.jit
@@ -160,7 +170,7 @@ def keys_of(
     seq = Sequence(
         lengths,
         tile.slope_log2,
-        numbers=call.numbers,
+        numbers=numbers_in(tile.unit, call, TILE=TILE),
         batch=work.batch,
         head=work.head,
         modifiers=call.modifiers,
