@@ -115,9 +115,8 @@ def test_pages_compile(headdims, page_size, name):
 EIGHT_BITS = [(BF16, None, 128, 512), (BF16, 16, 128, 128), (torch.float16, 64, 64, 512)]
 
 
-@pytest.mark.parametrize("dtype, page_size, headdim, queries", EIGHT_BITS)
-def test_chunks_of_8_bits_compile(dtype, page_size, headdim, queries):
-    """In three kinds of loops nothing is spilled: of products, of copies and of conversions."""
+def eight_bit_launches(dtype, page_size, headdim, queries):
+    """The launches of a chunk beside e4m3 with scales."""
     q = torch.empty(1, queries, 32, headdim, dtype=dtype)
     shape = (999, page_size) if page_size else (1, 4096)
     k = torch.empty(*shape, 8, headdim, dtype=torch.float8_e4m3fn)
@@ -127,15 +126,31 @@ def test_chunks_of_8_bits_compile(dtype, page_size, headdim, queries):
     cached = check_cached(q, k, k, table, lengths, (None,) * 3, numbers, "bshd", scales)
     out, lse = torch.empty_like(q), torch.empty(1, 32, queries)
     assert schedules.why_in_pieces(cached, out) is None
-    launch = program_of(cached, out, lse, schedules.launches_of).launches[0]
-    kernel = build_launch(alone(launch), "sm90")
+    return program_of(cached, out, lse, schedules.launches_of).launches
+
+
+@pytest.mark.parametrize("dtype, page_size, headdim, queries", EIGHT_BITS)
+def test_chunks_of_8_bits_compile(dtype, page_size, headdim, queries):
+    """In three kinds of loops nothing is spilled: of products, of copies and of conversions. Warps
+    that convert wait for each other before a stage, between its tiles and behind them.
+    """
+    kernel = build_launch(alone(eight_bit_launches(dtype, page_size, headdim, queries)[0]), "sm90")
     sizes = stats(kernel)
     assert sizes["smem"] <= SMEM_LIMIT["sm90"] and not sizes["wgmma_serialized"], sizes
     assert not sizes["copies_apart"] and not sizes["idle_barriers"], sizes
     converts = innermost_loops(kernel, "LDS.128")[0]
     assert len(converts) <= 5.3 * headdim * (1 if dtype == BF16 else 0.5)
+    assert sum("BAR.SYNC" in x for x in converts) <= 3
     loops = *innermost_loops(kernel, "HGMMA")[:2], innermost_loops(kernel, "UTMALDG")[0], converts
     assert not IS_3_6 or sum(map(spills_in, loops)) == 0
+
+
+@pytest.mark.parametrize("queries", [64, 128])
+def test_folds_of_8_bits_with_scales_compile(queries):
+    """Of heads that share a tile, and of one a tile."""
+    launch, fold = eight_bit_launches(BF16, 16, 128, queries)
+    assert (launch.constants["TILE"].PACK > 1) == (queries < 128)
+    assert stats(build_launch(fold, "sm90"))["spill_stores"] == 0
 
 
 @pytest.mark.parametrize("headdims, page_size", [((128, 128), None), ((128, 128), 16)])

@@ -154,7 +154,7 @@ def state_rows(work, WG: gl.constexpr, LAYOUT: gl.constexpr, TILE: gl.constexpr)
 
 @gluon.jit
 def fold_parts_kernel(
-    out, lse, parts, queue, sizes, optionals, FEATURES: gl.constexpr, TILE: gl.constexpr
+    out, lse, parts, queue, sizes, optionals, scales, FEATURES: gl.constexpr, TILE: gl.constexpr
 ):
     """FOLD_ROWS rows of a tile, from the states of its parts."""
     M: gl.constexpr = FOLD_ROWS
@@ -188,9 +188,9 @@ def fold_parts_kernel(
     inside = exists[:, None] & (columns < FEATURES.HEADDIM_V)[None, :]
     acc_o = state.acc_o * rescale[:, None]
     if TILE.CACHE != "":
-        if optionals.scales.v is not None:
+        if scales.v is not None:
             has_keys = exists & (state.m_i != float("-inf"))
-            acc_o = acc_o * row_scales(optionals.scales, batch, heads, has_keys, FEATURES)[:, None]
+            acc_o = acc_o * row_scales(scales, batch, heads, has_keys, FEATURES)[:, None]
     rounded = acc_o.to(out.ptr.dtype.element_ty)
     gl.store(out.ptr + begins[:, None] + columns[None, :], rounded, mask=inside)
     place = (batch * sizes.nheads + heads) * sizes.seqlen_q + q_idx
@@ -201,6 +201,7 @@ def fold_parts_kernel(
 def row_scales(scales, batch, heads, has_keys, FEATURES: gl.constexpr):
     """The scale of V that rows of a sequence and of `heads` have; 1 where they saw no keys."""
     ptrs = scales.v + batch * scales.v_batch + heads // FEATURES.GROUP * scales.v_head
+    ptrs += gl.zeros_like(has_keys).to(gl.int32)  # one head may have all rows
     return gl.load(ptrs, mask=has_keys, other=1.0)
 
 

@@ -96,7 +96,8 @@ def fold_of(args: dict[str, Any], plan: Any, out: Any) -> Launch:
     queue, optionals = args["queue"], args["optionals"]
     named = dict(out=strided(out), lse=args["lse"], parts=optionals.parts)
     named |= dict(queue=queue._replace(counter=None), sizes=args["sizes"])
-    named |= dict(optionals=optionals._replace(pages=None, parts=None))
+    without = optionals._replace(pages=None, parts=None, scales=None)
+    named |= dict(optionals=without, scales=optionals.scales)
     tiles = shared_tiles(args)
     programs = tiles * plan.tile.WARPGROUPS * (64 // FOLD_ROWS.value)
     constants = dict(FEATURES=plan.features, TILE=plan.tile)
