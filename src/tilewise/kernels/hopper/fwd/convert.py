@@ -15,34 +15,28 @@ from ....tile.score import in_units
 from ..compat import reinterpret
 from ..decode.eight_bits import neighbours
 from ..layouts import doublings, shared
-from ..pipeline import (
-    PipelineState,
-    advance,
-    release_by_threads,
-    start,
-    wait_empty,
-    wait_full,
-)
+from ..pipeline import PipelineState, advance, release, start, wait_empty, wait_full
 from ..work import END, key_head
 from .key_blocks import load_rows
 from .varlen import lengths_in, receive_tile
 
 WARPS = gl.constexpr(4)
 TINY = gl.constexpr(2.0**-100)
+ROWS = gl.constexpr(64)  # of a tile that are in registers at a time
 
 
 @gluon.constexpr_function
-def words_of_rows(rows, words):
-    """(rows, words of four bytes): a thread has 16 bytes, and stores them as 32.
+def words_of_rows(words):
+    """(ROWS, words of four bytes): a thread has 16 bytes, and stores them as 32.
 
     Eight lanes that load or store at a time meet no bank conflict: they have four neighbouring
     pieces of 16 bytes in each of two rows, which swizzles move to the other half of the banks when
     they load, as the rows are 4 or more apart, and to odd pieces from even ones when they store, as
     one row is odd.
     """
-    registers = [[0, 1], [0, 2], *doublings(16, words, dim=1), *doublings(32, rows, dim=0)]
+    registers = [[0, 1], [0, 2], *doublings(16, words, dim=1), [32, 0]]
     lanes = [[0, 4], [0, 8], [5, 0], [2, 0], [4, 0]]
-    return gl.DistributedLinearLayout(registers, lanes, [[8, 0], [16, 0]], [], [rows, words])
+    return gl.DistributedLinearLayout(registers, lanes, [[8, 0], [16, 0]], [], [ROWS.value, words])
 
 
 @gluon.jit
@@ -54,25 +48,20 @@ def convert_partition(staged, rings, call, FEATURES: gl.constexpr, TILE: gl.cons
     while work.start != END:
         sign = sign_of_keys(work, call, FEATURES=FEATURES, TILE=TILE)
         for _ in range(work.last + 1 - work.first):
-            codes = codes_of(staged, tile_state, TILE=TILE)
             wait_empty(kv_ring, state)
-            write_numbers(kv_ring.k.index(state.stage), codes, sign=sign, TILE=TILE)
-            release_by_threads(staged, tile_state)
-            tile_state = advance(tile_state, TILE.STAGED)
+            k_tile = kv_ring.k.index(state.stage)
+            tile_state = convert_tile(staged, tile_state, k_tile, sign, TILE)
             if has_values:
-                codes = codes_of(staged, tile_state, TILE=TILE)
-                write_numbers(kv_ring.v.index(state.stage), codes, sign=0, TILE=TILE)
-                release_by_threads(staged, tile_state)
-                tile_state = advance(tile_state, TILE.STAGED)
+                v_tile = kv_ring.v.index(state.stage)
+                tile_state = convert_tile(staged, tile_state, v_tile, 0, TILE)
             hand_on(kv_ring, state)
             state = advance(state, TILE.STAGES)
             has_values = True
         messages_state = advance(messages_state, 2)
         work = receive_tile(rings.messages, messages_state, FEATURES=FEATURES, WARPS=WARPS)
     if has_values:
-        codes = codes_of(staged, tile_state, TILE=TILE)
         wait_empty(kv_ring, state)
-        write_numbers(kv_ring.v.index(state.stage), codes, sign=0, TILE=TILE)
+        convert_tile(staged, tile_state, kv_ring.v.index(state.stage), 0, TILE)
         hand_on(kv_ring, state)
 
 
@@ -84,29 +73,28 @@ def hand_on(kv_ring, state):
 
 
 @gluon.jit
-def codes_of(staged, state, TILE: gl.constexpr):
-    """A staged tile, as soon as it is full: words of four bytes."""
-    N: gl.constexpr = TILE.BLOCK_N
-    WORDS: gl.constexpr = TILE.BLOCK_D // 4
+def convert_tile(staged, state, to, sign, TILE: gl.constexpr):
+    """Converts the next staged tile, whose words are xored with `sign`, and releases it. Returns
+    the state of the one after it.
+    """
+    N: gl.constexpr = to.shape[0]
+    WORDS: gl.constexpr = to.shape[1] // 4
+    BYTES: gl.constexpr = shared(N, WORDS, dtype=gl.int32)
+    PAIRS: gl.constexpr = shared(N, 2 * WORDS, dtype=gl.int32)
+    LAYOUT: gl.constexpr = words_of_rows(WORDS)
     wait_full(staged, state)
     tile = staged.buffers.index(state.stage)
-    tile = reinterpret(tile, gl.int32, shape=[N, WORDS], layout=shared(N, WORDS, dtype=gl.int32))
-    return tile.load(words_of_rows(N, WORDS))
-
-
-@gluon.jit
-def write_numbers(to, codes, sign, TILE: gl.constexpr):
-    """Converts a tile whose words are xored with `sign`. One store: between two that write parts of
-    a tile Triton puts a barrier of the warps, which waits for the first.
-    """
-    N: gl.constexpr = TILE.BLOCK_N
-    WORDS: gl.constexpr = TILE.BLOCK_D // 2
-    if TILE.CACHE == "int8":
-        numbers = neighbours(codes, to.dtype, True) ^ sign
-    else:
-        numbers = neighbours(codes ^ sign, to.dtype, False)
-    pairs = reinterpret(to, gl.int32, shape=[N, WORDS], layout=shared(N, WORDS, dtype=gl.int32))
-    pairs.store(numbers)
+    tile = reinterpret(tile, gl.int32, shape=[N, WORDS], layout=BYTES)
+    pairs = reinterpret(to, gl.int32, shape=[N, 2 * WORDS], layout=PAIRS)
+    for first in gl.static_range(0, N, ROWS):
+        codes = tile.slice(first, ROWS).load(LAYOUT)
+        if TILE.CACHE == "int8":
+            numbers = neighbours(codes, to.dtype, True) ^ sign
+        else:
+            numbers = neighbours(codes ^ sign, to.dtype, False)
+        pairs.slice(first, ROWS).store(numbers)
+    release(staged, state)
+    return advance(state, TILE.STAGED)
 
 
 @gluon.jit

@@ -39,7 +39,7 @@ def hopper_eight_bit_fwd_kernel(
     N: gl.constexpr = TILE.BLOCK_N
     D: gl.constexpr = TILE.BLOCK_D
     OUT: gl.constexpr = OUT_COLUMNS
-    staged = make_ring(gl.int8, [N, D], shared(N, D, dtype=gl.int8), TILE.STAGED, 1, 128)
+    staged = make_ring(gl.int8, [N, D], shared(N, D, dtype=gl.int8), TILE.STAGED, 1, 1)
     kv_ring = make_kv_ring(dtype, [N, D], [N, D], TILE.STAGES, 2 * 128)  # `release_by_threads`
     messages = make_tile_messages(3, FEATURES)
     q_layout: gl.constexpr = shared(M, D, dtype=dtype)
