@@ -24,11 +24,11 @@ def newest(
     """The GPU's rows of a suite whose `extra` says this, the newest of each shape and provider; of
     the card that the words name, if they do.
     """
-    found: dict[tuple, Row] = {}
+    found: dict[tuple[str, str], Row] = {}
     place = where(evidence, words)
     for row in sorted(evidence.others.get(suite, []), key=lambda row: row.date):
         if environment_of(row) == place and extra.items() <= row.extra.items():
-            found[tuple(row.shape.items()), row.provider] = row
+            found[str(row.shape), row.provider] = row
     return iter(found.values())
 
 
@@ -115,6 +115,28 @@ def distributed(evidence: Evidence, names: list[str], words: list[str]) -> str:
     return times(shares[names[0]][0] / shares[name][0] if names else shares[name][1])
 
 
+def serving(evidence: Evidence, names: list[str], words: list[str]) -> str:
+    """A provider's run of a server's load: `{serving fa3: attention page16 H100}` is four cells, tokens
+    per second, the median and p99 of steps of decodes and of mixed ones in ms, and its time over ours.
+    """
+    part, page = words[0], int(words[1].removeprefix("page"))
+    asked = dict(part=part, page_size=page)
+    found = {
+        row.provider: row
+        for row in newest(evidence, "serving", words)
+        if asked.items() <= row.shape.items()
+    }
+    if not {OURS, *names} <= found.keys():
+        return " | ".join([NONE] * 4)
+    row = found[names[0] if names else OURS]
+    steps = [
+        f"{digits(row.extra[f'{kind}_p50_ms'])}; {digits(row.extra[f'{kind}_p99_ms'])}"
+        for kind in ("decode", "mixed")
+    ]
+    over = times(ratio(found[OURS].rounds_ms, row.rounds_ms).median) if names else "1"
+    return " | ".join([f"{row.extra['tokens_per_s']:,.0f}", *steps, over])
+
+
 def first(evidence: Evidence, names: list[str], words: list[str]) -> str:
     """Seconds of the first call of a process: `{first: fwd empty}`."""
     direction, cache = words
@@ -165,6 +187,7 @@ ANSWERS = {
     "speedup": speedup,
     "matmul": matmul,
     "distributed": distributed,
+    "serving": serving,
     "first": first,
     "modifier": modifier,
     "cpu": cpu,
