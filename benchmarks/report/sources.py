@@ -19,6 +19,7 @@ ROWS = "rows.jsonl"
 EXPERIMENTS = (
     "decode",
     "distributed",
+    "serving",
     "matmul",
     "memory",
     "io",
@@ -27,7 +28,7 @@ EXPERIMENTS = (
     "host",
     "cold",
 )
-BENCHES = "decode", "distributed"  # of these, commands of `python -m benchmarks bench`
+BENCHES = "decode", "distributed", "serving"  # of these, commands of `python -m benchmarks bench`
 
 
 def environments(evidence: Evidence) -> Section:

@@ -116,8 +116,8 @@ def distributed(evidence: Evidence, names: list[str], words: list[str]) -> str:
 
 
 def serving(evidence: Evidence, names: list[str], words: list[str]) -> str:
-    """A provider's run of a server's load: `{serving fa3: attention page16 H100}` is four cells, tokens
-    per second, the median and p99 of steps of decodes and of mixed ones in ms, and its time over ours.
+    """A provider's run of a server's load: `{serving fa3: attention page16 H100}` is four cells:
+    tokens per second, p50 and p99 of decodes and of mixed steps in ms, and its time over ours.
     """
     part, page = words[0], int(words[1].removeprefix("page"))
     asked = dict(part=part, page_size=page)
