@@ -427,6 +427,7 @@ def test_a_run_that_measures_memory_computes_nothing(plugin):
     "options, match",
     [
         (dict(kv_cache_dtype="fp8_e5m2"), "--kv-cache-dtype fp8_e5m2: pass auto or one of fp8, "),
+        (dict(kv_cache_dtype="bfloat16"), "a cache of bfloat16 with a model of torch.float32"),
         (dict(kv_cache_dtype="fp8", attn_type="encoder_only"), "which has no cache: leave it out"),
     ],
 )

@@ -16,11 +16,10 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionBackend, AttentionType, MultipleOf
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from .impl import SCALE_BYTES, STORED, TilewiseImpl
+from .impl import PLAIN, SCALE_BYTES, STORED, TilewiseImpl, wrong_dtype
 from .metadata import TilewiseBuilder
 
 VERSIONS = "0.31", "0.32", "0.33"  # what tests/engines has read or run
-PLAIN = "auto", "float16", "bfloat16"
 MAX_HEADDIM, MAX_HOPPER = 512, 256
 
 
@@ -113,13 +112,8 @@ class TilewiseBackend(AttentionBackend):
         cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *args: Any, **rest: Any
     ) -> str | None:
         """Why not these together, or this version of vLLM; the other arguments say nothing more."""
-        if reason := wrong_version():
+        if reason := wrong_version() or wrong_dtype(kv_cache_dtype, dtype):
             return reason
-        if kv_cache_dtype in PLAIN[1:] and getattr(torch, kv_cache_dtype) is not dtype:
-            return (
-                f"a cache of {kv_cache_dtype} with a model of {dtype}: tilewise's plain caches "
-                "have the model's dtype, so leave out --kv-cache-dtype"
-            )
         unit = 16 if kv_cache_dtype in STORED else 8
         is_plain = dtype.itemsize == 2 and head_size <= MAX_HOPPER and head_size % unit == 0
         if envs.VLLM_BATCH_INVARIANT and not (is_plain or current_platform.is_cpu()):

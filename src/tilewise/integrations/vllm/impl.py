@@ -20,6 +20,7 @@ from .shards import attend_shards
 
 Tensor = torch.Tensor
 SCALE_BYTES = 4
+PLAIN = "auto", "float16", "bfloat16"
 # vLLM's names of caches of 8 bits, and what their bytes are
 STORED = {
     "fp8": torch.float8_e4m3fn,
@@ -28,6 +29,16 @@ STORED = {
     "int8_per_token_head": torch.int8,
 }
 ENCODERS = AttentionType.ENCODER, AttentionType.ENCODER_ONLY
+
+
+def wrong_dtype(kv_cache_dtype: str | None, dtype: torch.dtype) -> str | None:
+    """Why a model of `dtype` has no plain cache of another one, or None."""
+    if kv_cache_dtype not in PLAIN[1:] or getattr(torch, kv_cache_dtype) is dtype:
+        return None
+    return (
+        f"a cache of {kv_cache_dtype} with a model of {dtype}: tilewise's plain caches have the "
+        "model's dtype, so leave out --kv-cache-dtype"
+    )
 
 
 class TilewiseImpl(AttentionImpl[Any]):
@@ -49,12 +60,14 @@ class TilewiseImpl(AttentionImpl[Any]):
         kv_sharing_target_layer_name: str | None = None,
         sinks: Tensor | None = None,
     ) -> None:
-        is_plain = kv_cache_dtype in ("auto", "float16", "bfloat16")
+        is_plain = kv_cache_dtype in PLAIN
         if not is_plain and kv_cache_dtype not in STORED:
             raise NotImplementedError(
                 f"tilewise does not support --kv-cache-dtype {kv_cache_dtype}: pass auto or one of "
                 f"{', '.join(STORED)}"
             )
+        if reason := wrong_dtype(kv_cache_dtype, torch.get_default_dtype()):  # the model's
+            raise NotImplementedError(reason)
         self.is_encoder = attn_type in ENCODERS
         if self.is_encoder and not is_plain:
             raise NotImplementedError(
