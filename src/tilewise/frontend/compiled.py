@@ -1,9 +1,8 @@
 """Calls under torch.compile, as one node of Dynamo's graph.
 
 Dynamo traces what a function calls, and a compiled graph guards at every run all that the trace
-read: of this package's checks and records some 500 values, which takes longer than to launch the
-kernel. A node is opaque to Dynamo, which guards the caller's arguments alone; AOTAutograd traces
-through it, to the operator.
+read: 246 guards for a plain call, a fifth of its time on a CPU. A node is opaque to Dynamo, which
+guards the caller's arguments alone, 71 guards; AOTAutograd traces through it, to the operator.
 """
 
 from __future__ import annotations
