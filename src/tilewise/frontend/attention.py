@@ -227,7 +227,7 @@ def attention(
             named |= dict(seqused_k=seqused_k, seqused_q=seqused_q, alibi_slopes=alibi_slopes)
             named |= dict(scale=scale, softcap=softcap, sinks=sinks, causal=causal, window=window)
             named |= dict(deterministic=deterministic, layout=layout, return_lse=return_lse)
-            return paths.traced(as_one_node, q, k=k, v=v, backend=backend, **named)
+            return paths.traced("as_one_node", q, k=k, v=v, backend=backend, **named)
         tensors: tuple[Any, ...] = q, k, v, page_table, seqused_k, cu_seqlens_q, alibi_slopes, sinks
         # Those of a decode step first, in its order
         tensors = *tensors, k_descale, v_descale, out, seqused_q, cu_seqlens_k, bias

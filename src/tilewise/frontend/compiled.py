@@ -13,7 +13,7 @@ from typing import Any
 
 from ..errors import ArgumentError
 
-nodes: list[Callable[..., Any]] = []  # which `in_graph` tells Dynamo of
+nodes: dict[str, Callable[..., Any]] = {}  # by name; `in_graph` tells Dynamo of them
 
 
 def one_node(function: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -30,7 +30,7 @@ def one_node(function: Callable[..., Any], name: str) -> Callable[..., Any]:
             raise NotImplementedError(str(error)) from error
 
     node.__module__, node.__name__, node.__qualname__ = function.__module__, name, name  # to pickle
-    nodes.append(node)
+    nodes[name] = node
     return node
 
 

@@ -57,8 +57,8 @@ modifiers_of: Callable[[Any, Any, BlockMask | None, tuple[int, int, int, int]], 
 check_block_mask: Callable[[Any, tuple[int, int, int, int], bool, bool], BlockMask | None]
 
 
-def traced(node: Callable[..., Any], q: Any, k: Any, v: Any, **options: Any) -> Any:
-    """Calls a node in what Dynamo traces, which imports what tells it of nodes."""
-    from . import in_graph as in_graph
+def traced(name: str, q: Any, k: Any, v: Any, **options: Any) -> Any:
+    """Calls a node in what Dynamo traces, once it was told of nodes: torch 2.11 asks only once."""
+    from .in_graph import nodes
 
-    return node(q, k, v, **options)
+    return nodes[name](q, k, v, **options)
