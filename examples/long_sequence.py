@@ -3,6 +3,11 @@
     python examples/long_sequence.py                                    # one process
     torchrun --nproc-per-node 2 examples/long_sequence.py               # two, of a CPU
     torchrun --nproc-per-node 2 examples/long_sequence.py --method stream
+    torchrun --nproc-per-node 4 examples/long_sequence.py --nnodes 2    # of one machine, as of two
+
+Of two machines, on each, with its own rank and the address of the first:
+
+    torchrun --nnodes 2 --node-rank 0 --master-addr HOST examples/long_sequence.py
 
 The sequence repeats itself after a while, and the model learns to look back for what came next. The
 losses are those of one process to 1e-6 of each, whatever the number of processes and the method.
@@ -12,10 +17,12 @@ from __future__ import annotations
 
 import argparse
 import os
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
 
 import tilewise
 import tilewise.distributed as td
@@ -87,10 +94,15 @@ def main(arguments: list[str] | None = None) -> list[float]:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--seqlen", type=int, default=200)
     parser.add_argument("--method", choices=["stream", "heads", "ring"])
+    parser.add_argument("--nnodes", type=int, help="found, unless it is given")
     asked = parser.parse_args(arguments)
     if "RANK" in os.environ and not dist.is_initialized():  # by torchrun
         dist.init_process_group("gloo")
-    layout = td.zigzag(asked.seqlen, None if dist.is_initialized() else 1)
+    group: Any = None if dist.is_initialized() else 1
+    if asked.nnodes is not None:
+        per_node = dist.get_world_size() // asked.nnodes
+        group = init_device_mesh("cpu", (asked.nnodes, per_node), mesh_dim_names=("node", "rank"))
+    layout = td.zigzag(asked.seqlen, group)
     losses = train(layout, asked.steps, asked.method)
     if layout.rank == 0:
         print(layout.explain())

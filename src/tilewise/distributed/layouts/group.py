@@ -1,13 +1,20 @@
-"""Which ranks share a sequence: a process group, a mesh of one dimension, or a number of ranks."""
+"""Which ranks share a sequence: a process group, a mesh of one dimension, or of two, nodes and
+their ranks; or a number of ranks.
+"""
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...errors import ArgumentError, a_type
+
+_groups: Any = weakref.WeakKeyDictionary()  # by mesh
+_nodes: Any = weakref.WeakKeyDictionary()  # by the store of a group, which lives as long
 
 
 def global_ranks(group: Any) -> list[int]:
@@ -37,12 +44,12 @@ def checked(group: Any) -> Any:
     if group is None:
         group = dist.group.WORLD
     elif isinstance(group, DeviceMesh):
-        if group.ndim != 1:
+        if group.ndim > 2:
             raise NotImplementedError(
                 f"group is a DeviceMesh of {group.ndim} dimensions: a sequence is dealt over one, "
-                "so pass mesh[name] of the dimension that it is dealt over"
+                "or two, nodes and their ranks, so pass mesh[name] or mesh[nodes, ranks]"
             )
-        group = group.get_group()
+        group = group.get_group() if group.ndim == 1 else _group_of_nodes(group)
     if not isinstance(group, dist.ProcessGroup):
         raise ArgumentError(
             f"group is {a_type(group)}: it must be a ProcessGroup, a DeviceMesh of one "
@@ -51,3 +58,19 @@ def checked(group: Any) -> Any:
     if dist.get_rank(group) < 0:
         raise ArgumentError("this process is no member of the group: make the layout on its ranks")
     return group
+
+
+def _group_of_nodes(mesh: DeviceMesh) -> Any:
+    """Returns a group of all ranks of a mesh whose first dimension counts nodes, one per mesh."""
+    group: Any = _groups.get(mesh)
+    if group not in distributed_c10d._world.pg_map:  # none yet, or it was destroyed
+        ranks = sorted(mesh.mesh.flatten().tolist())
+        _groups[mesh] = group = dist.new_group(ranks, use_local_synchronization=True)
+        nodes = tuple(tuple(sorted(map(ranks.index, node))) for node in mesh.mesh.tolist())
+        _nodes[distributed_c10d._get_process_group_store(group)] = nodes
+    return group
+
+
+def given_nodes(group: Any) -> tuple[tuple[int, ...], ...] | None:
+    """Returns the nodes that a mesh gave for a group; None where they are to be found."""
+    return _nodes.get(distributed_c10d._get_process_group_store(group))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from .layout import Layout
@@ -59,9 +59,15 @@ def shared_rows(layout: Layout, band: Band) -> tuple[tuple[Run, ...], ...]:
     ranks = range(layout.ranks)
     shared = []
     for owner in ranks:
-        readers = [x for r in ranks if r != owner for x in layout.at(r).spans]
-        shared.append(tuple(rows_of(layout.at(owner), keys_of(readers, band))))
+        readers = [reader for reader in ranks if reader != owner]
+        shared.append(tuple(rows_seen(layout, owner, readers, band=band)))
     return tuple(shared)
+
+
+def rows_seen(layout: Layout, owner: int, readers: Sequence[int], *, band: Band) -> list[Run]:
+    """Returns the rows of a rank whose keys queries of some others see."""
+    spans = [x for reader in readers for x in layout.at(reader).spans]
+    return rows_of(layout.at(owner), keys_of(spans, band))
 
 
 def rows_of(layout: Layout, keys: Sequence[Run]) -> list[Run]:
@@ -76,6 +82,20 @@ def rows_of(layout: Layout, keys: Sequence[Run]) -> list[Run]:
                     run = rows.pop()[0], run[1]
                 rows.append(run)
     return rows
+
+
+def place_among(rows: Iterable[Run], row: int) -> int:
+    """Counts how many of some rows come before one of them.
+
+    >>> place_among([(0, 2), (6, 8)], 7)
+    3
+    """
+    before = 0
+    for start, stop in rows:
+        if start <= row < stop:
+            return before + row - start
+        before += stop - start
+    raise ValueError(f"row {row} is none of those that are published")
 
 
 def without(runs: Sequence[Run], held: Sequence[Run]) -> list[Run]:

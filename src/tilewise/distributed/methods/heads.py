@@ -23,6 +23,7 @@ from ..transport.copies import Blocks, CopyList, Kind, are_aligned, in_rows, kin
 from ..transport.copy_lists import heads_to_rows, rows_to_heads
 from ..transport.exchange import publish_copies
 from ..transport.halves import Arena
+from ..transport.nodes import Nodes
 from . import whole
 from .grads import LEARNED, LearnedSum, QueryGrads
 from .shard_call import ShardCall
@@ -62,7 +63,8 @@ def _forward(
     tensors = [q, k, v] if plan is not None and plan.is_plain else [in_rows(x) for x in (q, k, v)]
     if plan is None:
         signature = f"attention (heads): {spec.signature}"
-        plan = HeadExchange(spec, signature, tensors=tensors, groups=groups_of(spec, q, k=k, v=v))
+        groups = groups_of(spec, q, k=k, v=v)
+        plan = HeadExchange(spec, signature, tensors=tensors, groups=groups, nodes=arena.nodes)
         plan.is_plain = tensors[0] is q and tensors[1] is k and tensors[2] is v
         if spec.prepared is not None:
             spec.prepared.heads = plan
@@ -145,7 +147,7 @@ def _gradients(
     present = [x is not None for x in exchanged[:GIVEN]]
     signature = f"the backward of attention (heads): {spec.signature}, with gradients {present}"
     tensors = [in_rows(x) for x in exchanged if x is not None]
-    plan = HeadExchange(spec, signature, tensors=tensors, groups=groups)
+    plan = HeadExchange(spec, signature, tensors=tensors, groups=groups, nodes=arena.nodes)
     incoming = IncomingHeads(arena, plan, tensors=tensors)
     outgoing = OutgoingRows(incoming, results, title="the results of")
     dq, dk, dv = results
@@ -176,13 +178,19 @@ class HeadExchange:
         *,
         tensors: Sequence[Tensor],
         groups: tuple[range, ...],
+        nodes: Nodes | None,
     ) -> None:
-        self.layout, self.groups = spec.layout, groups
+        self.layout, self.groups, self.nodes = spec.layout, groups, nodes
         self.signature = signature if len(groups) == 1 else f"{len(groups)} groups of {signature}"
         kinds = tuple(self._kind_of(x) for x in tensors)
         batch = tensors[0].shape[0]
         self.copies = rows_to_heads(
-            self.layout, kinds, sources=places_of(tensors), batch=batch, groups=groups
+            self.layout,
+            kinds,
+            sources=places_of(tensors),
+            batch=batch,
+            groups=groups,
+            nodes=nodes,
         )
         blocks = Blocks(kinds, groups, batch=batch, tokens=self.layout.seqlen)
         # For each group where its heads of each tensor lie in the memory that they arrive in
@@ -213,6 +221,7 @@ class HeadExchange:
                 batch=results[0].shape[0],
                 groups=self.groups,
                 group=self.groups[number],
+                nodes=self.nodes,
             )
         return copies
 
@@ -225,7 +234,7 @@ class IncomingHeads:
         self.memory = [x.new_empty(n) for x, n in zip(tensors, plan.sizes)]
         signature, memory = plan.signature, self.memory
         publish_copies(arena, plan.copies, signature=signature, sources=tensors, targets=memory)
-        self.marks = arena.pull(plan.copies.pieces, self.memory)
+        self.marks = arena.pull(plan.copies.pieces, memory, traffic=plan.copies.traffic)
 
     def arrive(self, number: int) -> list[Tensor]:
         """Returns a group's heads of the whole sequence, for what the stream does next."""
@@ -253,7 +262,7 @@ class OutgoingRows:
             arena, copies, signature=self.signature, sources=sources, targets=self.results
         )
         memory = result.new_empty(copies.placed_nbytes, dtype=torch.uint8)
-        self.marks = arena.pull(copies.pieces, [memory])
+        self.marks = arena.pull(copies.pieces, [memory], traffic=copies.traffic)
         self._place()  # of the group before
         self.unplaced = copies, memory
 

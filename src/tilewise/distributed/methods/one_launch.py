@@ -18,7 +18,7 @@ import torch
 from ...ops.calls import layout_key
 from ...problem import OPEN, Problem, Scalars
 from ..layouts.layout import Layout
-from ..layouts.pulls import Pull, pulls_in_turn, shared_rows
+from ..layouts.pulls import Pull, pulls_in_turn
 from ..layouts.work import Band, keys_of
 from ..transport.copies import CopyList, in_rows, kind_of, places_of
 from ..transport.copy_lists import keys_to_queries
@@ -110,7 +110,8 @@ def copies_of(spec: ShardCall, k: Tensor, v: Tensor, *, count: int) -> CopyList:
         sources=places_of((k, v)),
         batch=1,
         groups=tuple(range(i * heads, (i + 1) * heads) for i in range(count)),
-        shared=shared_rows(layout, spec.band),
+        band=spec.band,
+        nodes=None,
         side_by_side=k.shape == v.shape,
     )
 

@@ -9,7 +9,7 @@ import torch
 
 from ...problem import OPEN
 from ..layouts.layout import Layout
-from ..layouts.pulls import pulls_of, shared_rows, without
+from ..layouts.pulls import pulls_of, without
 from ..layouts.work import Band, Run, keys_of
 from ..transport.copies import in_rows, kind_of, places_of
 from ..transport.copy_lists import keys_to_queries
@@ -59,14 +59,15 @@ def pull_keys(
         sources=places_of(tensors),
         batch=batch,
         groups=(range(nheads_k),),
-        shared=shared_rows(layout, band),
+        band=band,
+        nodes=arena.nodes,
     )
     memory = [x.new_empty((batch, tokens, *x.shape[2:])) for x in tensors]
     for start, stop in hidden:
         for x in memory:
             x[:, start:stop] = 0
     publish_copies(arena, copies, signature=signature, sources=tensors, targets=memory)
-    marks = arena.pull(copies.pieces, memory)
+    marks = arena.pull(copies.pieces, memory, traffic=copies.traffic)
     if len(pulls) == 1:
         marks = [x for x in marks for _ in layout.spans]
     keys, values = memory

@@ -10,11 +10,13 @@ from typing import NamedTuple
 import torch
 
 from ..layouts.layout import Layout
-from ..layouts.pulls import rows_of, shared_rows, without
+from ..layouts.pulls import place_among, rows_of, rows_seen, shared_rows, without
 from ..layouts.work import Band, KeyRun, Run, keys_of
 from ..transport.copies import ALIGN
+from ..transport.nodes import Nodes, Traffic
 
 Tensor = torch.Tensor
+MOST_BITS = 32
 
 
 class Slice(NamedTuple):
@@ -35,6 +37,7 @@ class Tables(NamedTuple):
     shared: Tensor  # of each row that others see the ranks that do, bit r for rank r, and the row
     private: Tensor  # rows that no other rank sees
     private_places: Tensor
+    traffic: tuple[Traffic, ...] = ()  # of each slice the rows that cross nodes
 
 
 def most_rows(room: int, row_bytes: Sequence[int], *, ranks: int) -> int:
@@ -81,7 +84,13 @@ def _shares(counts: tuple[int, ...], number: int) -> Iterator[list[int]]:
 
 @functools.lru_cache(maxsize=8)
 def tables_of(
-    layout: Layout, band: Band, *, slice_rows: int, runs: tuple[KeyRun, ...], device: torch.device
+    layout: Layout,
+    band: Band,
+    *,
+    slice_rows: int,
+    runs: tuple[KeyRun, ...],
+    device: torch.device,
+    nodes: Nodes | None = None,
 ) -> Tables:
     """Returns the tables of a layout under a band, whose parts lie in `runs`."""
     shared = shared_rows(layout, band)
@@ -90,10 +99,10 @@ def tables_of(
     of_ranks = [slices_of(counts, rank, slice_rows=slice_rows) for rank in range(layout.ranks)]
     mine = shared[layout.rank]
     rows = _indices(mine)
-    bits = _bits_of(layout, band)[rows.long()]
+    masks = _masks_of(layout, band)[:, rows.long()]
     places_by_position = places_of(runs, layout.seqlen)
     slices = tuple(
-        x._replace(parts=_runs_of_bits(bits[x.first : x.stop], layout.ranks))
+        x._replace(parts=tuple(_runs_where(has_part[x.first : x.stop]) for has_part in masks))
         for x in of_ranks[layout.rank]
     )
     places = []
@@ -105,10 +114,33 @@ def tables_of(
     return Tables(
         slices,
         tuple(places),
-        shared=torch.stack([bits, rows], 1).to(device),
+        shared=torch.stack([_bits_of(masks), rows], 1).to(device),
         private=private.to(device),
         private_places=places_by_position[private_positions].to(device),
+        traffic=_traffic(layout, band, nodes=nodes, of_ranks=of_ranks),
     )
+
+
+def _traffic(
+    layout: Layout, band: Band, *, nodes: Nodes | None, of_ranks: Sequence[Sequence[Slice]]
+) -> tuple[Traffic, ...]:
+    """Lists, for each slice, the rows whose parts cross nodes to those that own their keys."""
+    if nodes is None:
+        return ()
+    shared = shared_rows(layout, band)
+    traffic = []
+    for pieces in zip(*of_ranks):
+
+        def wanted(source: int, owners: Sequence[int], pieces=pieces) -> Iterator[Run]:
+            for owner in owners:
+                first, end, place = pieces[owner][:3]
+                for start, stop in rows_seen(layout, owner, [source], band=band):
+                    row = place_among(shared[owner], start)
+                    a, b = max(row, first), min(row + stop - start, end)
+                    yield place + a - first, place + b - first
+
+        traffic.append(nodes.traffic(wanted))
+    return tuple(traffic)
 
 
 def places_of(runs: Sequence[KeyRun], seqlen: int) -> Tensor:
@@ -143,25 +175,32 @@ def _indices(rows: Sequence[Run]) -> Tensor:
     return torch.cat([torch.arange(a, b, dtype=torch.int32) for a, b in (*rows, (0, 0))])
 
 
-def _bits_of(layout: Layout, band: Band) -> Tensor:
-    """Returns the ranks that see the key of every row of this rank, int32: bit r for rank r."""
-    bits = torch.zeros(layout.tokens, dtype=torch.int32)
+def _masks_of(layout: Layout, band: Band) -> Tensor:
+    """Tells which ranks see the key of which row of this rank, (ranks, rows)."""
+    masks = torch.zeros((layout.ranks, layout.tokens), dtype=torch.bool)
     for rank in range(layout.ranks):
-        bit = torch.tensor(1 << rank).to(torch.int32)  # of rank 31 the sign
         for start, stop in rows_of(layout, keys_of(layout.at(rank).spans, band)):
-            bits[start:stop] |= bit
+            masks[rank, start:stop] = True
+    return masks
+
+
+def _bits_of(masks: Tensor) -> Tensor:
+    """Returns, for each row, the ranks that see it, int32: bit r for rank r, up to MOST_BITS.
+
+    >>> _bits_of(torch.tensor([[True, True, False], [False, True, True]])).tolist()
+    [1, 3, 2]
+    """
+    bits = torch.zeros(masks.shape[1], dtype=torch.int32)
+    for rank, has_part in enumerate(masks[:MOST_BITS]):
+        bits |= has_part * torch.tensor(1 << rank).to(torch.int32)  # of rank 31 the sign
     return bits
 
 
-def _runs_of_bits(bits: Tensor, ranks: int) -> tuple[tuple[Run, ...], ...]:
-    """Returns the runs of rows that have each rank's bit.
+def _runs_where(has_part: Tensor) -> tuple[Run, ...]:
+    """Returns the runs of rows that have a part.
 
-    >>> _runs_of_bits(torch.tensor([1, 3, 2]), 2)
-    (((0, 2),), ((1, 3),))
+    >>> _runs_where(torch.tensor([True, True, False, True]))
+    ((0, 2), (3, 4))
     """
-    runs = []
-    for rank in range(ranks):
-        has_bit = torch.nn.functional.pad((bits >> rank) & 1, (1, 1))
-        edges = has_bit.diff().nonzero().flatten().tolist()
-        runs.append(tuple(zip(edges[::2], edges[1::2])))
-    return tuple(runs)
+    edges = torch.nn.functional.pad(has_part.int(), (1, 1)).diff().nonzero().flatten().tolist()
+    return tuple(zip(edges[::2], edges[1::2]))

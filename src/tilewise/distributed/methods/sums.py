@@ -15,7 +15,7 @@ from ..layouts.work import KeyRun
 from ..transport.exchange import Published
 from ..transport.halves import LEAST, Arena
 from .shard_call import ShardCall
-from .sum_tables import Slice, most_rows, tables_of
+from .sum_tables import MOST_BITS, Slice, most_rows, tables_of
 
 Tensor = torch.Tensor
 
@@ -52,6 +52,7 @@ class Sums:
             slice_rows=most_rows(max(self.arena.room, LEAST), row_bytes, ranks=layout.ranks),
             runs=runs or (KeyRun(0, 0, stop=layout.seqlen),),
             device=dk.device,
+            nodes=self.arena.nodes,
         )
         self.signature += f", in {len(self.tables.slices)} slices"
         self._publish()
@@ -90,8 +91,11 @@ class Sums:
         if self.number:  # after the barrier, what those sums have read may be written over
             arena.arrive(self.mark)
         arena.meet(self.signature)
-        add = add_parts if arena.part_sums is None else add_by_kernel
+        has_kernel = arena.part_sums is not None and arena.ranks <= MOST_BITS
+        add = add_by_kernel if has_kernel else add_parts
         with arena.copying():
+            if tables.traffic:
+                self.published.fetch(tables.traffic[self.number])
             for i, total in enumerate(self.totals):
                 piece = tables.slices[self.number]
                 add(self.published, i, piece=piece, shared=tables.shared, total=total)

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ..layouts.group import given_nodes
 from ..layouts.layout import Layout
-from .failure import Barrier, check_cpu_group, store_of
+from .failure import Barrier, check_group, store_of
 from .halves import Arena
-from .memory import Files, Ipc, Symmetric, synchronize
+from .links import Links
+from .memory import Files, Ipc, Symmetric, find_nodes, synchronize
 
 # By group, until it is destroyed; and so the arenas, by device, too
 _hosts: dict[Any, Barrier] = {}
@@ -37,8 +39,8 @@ def arena_of(group: Any, device: torch.device) -> Arena:
     key = group, device
     if key not in _arenas:
         if device.type == "cpu":
-            check_cpu_group(group)
-            _arenas[key] = Arena(host_of(group), Files())
+            check_group(group, device)
+            _arenas[key] = Arena(host_of(group), Files(), links=_links_of(group, device))
         else:
             _arenas[key] = _on_gpus(group, device)
     return _arenas[key]
@@ -85,6 +87,13 @@ def _free(group: Any) -> None:
         del arena
 
 
+def _links_of(group: Any, device: torch.device) -> Links | None:
+    """Finds the nodes of a group; None where all ranks are of one."""
+    host = host_of(group)
+    nodes = find_nodes(host, given_nodes(group))
+    return None if nodes is None else Links(host, nodes, group=group, device=device)
+
+
 def _on_gpus(group: Any, device: torch.device) -> Arena:
     """Makes the arena of GPUs: symmetric memory, or CUDA IPC where that fails on any rank."""
     from .device_arena import DeviceArena, refuse_capture
@@ -93,9 +102,9 @@ def _on_gpus(group: Any, device: torch.device) -> Arena:
     refuse_capture()
     host, signature, reasons = host_of(group), f"tilewise.distributed on {device.type}", []
     # Both kinds count on files that ranks share: sockets in the one, counts of users in the other
-    Files().allocate(host, PAD, signature=signature)
+    links = _links_of(group, device)
     kinds: tuple[type[Symmetric | Ipc], ...] = Symmetric, Ipc
-    for kind in kinds:
+    for kind in kinds if links is None else kinds[1:]:  # torch's is of all ranks of a group
         memory = kind(group, device)
         try:
             title = f"{signature}, by {kind.__name__}"
@@ -104,5 +113,5 @@ def _on_gpus(group: Any, device: torch.device) -> Arena:
             reasons.append(str(error))
         else:
             barrier = DeviceBarrier(host, device, pads=pads, memory=memory)
-            return DeviceArena(barrier, kind(group, device), device=device)
+            return DeviceArena(barrier, kind(group, device), device=device, links=links)
     raise RuntimeError("no memory that GPUs share could be made: " + "; ".join(reasons))

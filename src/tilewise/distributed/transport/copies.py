@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from ...kernels.common.row_table import UNIT, Rows, Table
+from .nodes import Traffic
 
 Tensor = torch.Tensor
 ALIGN = 64  # bytes
@@ -36,6 +37,7 @@ class CopyList(NamedTuple):
     nbytes: int  # of the half
     rows: Table
     pieces: tuple[tuple[Piece, ...], ...]
+    traffic: tuple[Traffic, ...] = ()  # what crosses nodes, each for as many of the lists
     placed: Table = NO_COPIES  # copies of pieces that have arrived in memory of their own
     placed_nbytes: int = 0  # of that memory
 

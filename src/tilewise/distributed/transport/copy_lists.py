@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 
 from ...kernels.common.row_table import Table
 from ..layouts.layout import Layout
-from ..layouts.pulls import Pull, pulls_in_turn
-from ..layouts.work import Run
+from ..layouts.pulls import Pull, place_among, pulls_in_turn, rows_seen, shared_rows
+from ..layouts.work import Band
 from .copies import Blocks, CopyList, Kind, Piece, Place, rows_between
+from .nodes import Bytes, Nodes, Traffic
 
 
 @functools.lru_cache(maxsize=256)
@@ -26,12 +27,15 @@ def keys_to_queries(
     sources: tuple[Place, ...],
     batch: int,
     groups: tuple[range, ...],
-    shared: tuple[tuple[Run, ...], ...],
+    band: Band,
+    nodes: Nodes | None,
     side_by_side: bool = False,
 ) -> CopyList:
-    """Lists the copies of lists of pulls into `tokens` rows. Each rank publishes its `shared` rows,
-    which the others pull. There is a list of pieces for each group and each list of pulls.
+    """Lists the copies of lists of pulls into `tokens` rows. Each rank publishes the rows that
+    others see under the band, which they pull. There is a list of pieces for each group and each
+    list of pulls, and what crosses nodes for each group.
     """
+    shared = shared_rows(layout, band)
     blocks = functools.partial(Blocks, kinds, groups, batch=batch, side_by_side=side_by_side)
     counts = [sum(stop - start for start, stop in runs) for runs in shared]
     halves, whole = [blocks(tokens=count) for count in counts], blocks(tokens=tokens)
@@ -60,21 +64,28 @@ def keys_to_queries(
             target = whole.place(kind, group).moved(pull.start, row=b)
             of_list += _pieces(pull.rank, source, target=target, tokens=pull.stop - pull.start)
         pieces.append(tuple(of_list))
-    return CopyList(max(x.nbytes for x in halves), Table(rows), pieces=tuple(pieces))
+    traffic = () if nodes is None else _keys_across(layout, band, nodes=nodes, halves=halves)
+    nbytes = max(x.nbytes for x in halves)
+    return CopyList(nbytes, Table(rows), pieces=tuple(pieces), traffic=traffic)
 
 
-def place_among(rows: Iterable[Run], row: int) -> int:
-    """Counts how many of some rows come before one of them.
+def _keys_across(
+    layout: Layout, band: Band, *, nodes: Nodes, halves: Sequence[Blocks]
+) -> tuple[Traffic, ...]:
+    """Lists, for each group, the published rows that other nodes see."""
+    shared, blocks = shared_rows(layout, band), halves[0]
+    tensors, traffic = range(len(blocks.sizes)), []
+    for group in blocks.groups:
 
-    >>> place_among([(0, 2), (6, 8)], 7)
-    3
-    """
-    before = 0
-    for start, stop in rows:
-        if start <= row < stop:
-            return before + row - start
-        before += stop - start
-    raise ValueError(f"row {row} is none of those that are published")
+        def wanted(owner: int, readers: Sequence[int], group: range = group) -> Iterator[Bytes]:
+            rows = rows_seen(layout, owner, readers, band=band)
+            for (start, stop), kind, b in itertools.product(rows, tensors, range(blocks.batch)):
+                place = halves[owner].joint_place(kind, group)
+                first = place.moved(place_among(shared[owner], start), row=b).start
+                yield first, first + (stop - start) * place.of_token
+
+        traffic.append(nodes.traffic(wanted))
+    return tuple(traffic)
 
 
 def _pieces(
@@ -96,6 +107,7 @@ def rows_to_heads(
     sources: tuple[Place, ...],
     batch: int,
     groups: tuple[range, ...],
+    nodes: Nodes | None = None,
 ) -> CopyList:
     """Lists the copies of this rank's rows to the ranks that have their heads. Targets are, for
     each tensor, memory of the whole sequence, as `Blocks` has it; there is a list of pieces for
@@ -105,8 +117,18 @@ def rows_to_heads(
     whole = Blocks(kinds, groups, batch=batch, tokens=layout.seqlen)
     halves = [Blocks(kinds, groups, batch=batch, tokens=n) for n in layout.counts]
     starts = [_starts([half.nbytes] * ranks, owner) for owner, half in enumerate(halves)]
-    rows, pieces = [], []
+    rows, pieces, traffic = [], [], []
     for group in groups:
+
+        def wanted(owner: int, readers: Sequence[int], group: range = group) -> Iterator[Bytes]:
+            for kind, reader in itertools.product(range(len(kinds)), readers):
+                half = halves[owner]
+                first = half.joint_place(kind, group, before=starts[owner][reader]).start
+                heads = half.width(kind, group)
+                yield first, first + batch * half.tokens * heads * kinds[kind].unit
+
+        if nodes is not None:
+            traffic.append(nodes.traffic(wanted))
         of_group: list[Piece] = []
         for kind, b in itertools.product(range(len(kinds)), range(batch)):
             by_head, width = kinds[kind].by_head, whole.width(kind, group)
@@ -129,12 +151,18 @@ def rows_to_heads(
                     of_group += _pieces(rank, half, target=place, tokens=stop - start, heads=parts)
         pieces.append(tuple(of_group))
     nbytes = (ranks - 1) * max(x.nbytes for x in halves)
-    return CopyList(nbytes, Table(rows), pieces=tuple(pieces))
+    return CopyList(nbytes, Table(rows), pieces=tuple(pieces), traffic=tuple(traffic))
 
 
 @functools.lru_cache(maxsize=256)
 def heads_to_rows(
-    layout: Layout, kinds: tuple[Kind, ...], *, batch: int, groups: tuple[range, ...], group: range
+    layout: Layout,
+    kinds: tuple[Kind, ...],
+    *,
+    batch: int,
+    groups: tuple[range, ...],
+    group: range,
+    nodes: Nodes | None = None,
 ) -> CopyList:
     """Lists the copies of a group's heads of the whole sequence to the ranks that have their rows.
     Targets are the results, of this rank's rows and all heads. Pieces arrive in memory of their
@@ -173,10 +201,17 @@ def heads_to_rows(
         Piece(x, starts[x][me], target=0, offset=slots[x], nbytes=part) for x in turn if part
     )
     nbytes = max(sum(x.nbytes for x in halves) - half.nbytes for half in halves)
+
+    def wanted(owner: int, readers: Sequence[int]) -> Iterator[Bytes]:
+        for reader in readers:
+            first = starts[owner][reader]
+            yield first, first + halves[reader].nbytes
+
     return CopyList(
         nbytes,
         Table(rows),
         pieces=(pieces,),
+        traffic=() if nodes is None else (nodes.traffic(wanted),),
         placed=Table(placed),
         placed_nbytes=part * (ranks - 1),
     )

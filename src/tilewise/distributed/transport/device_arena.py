@@ -19,7 +19,9 @@ from ...kernels.portable.sum_runs import add_runs
 from .copies import Piece
 from .device_barrier import DeviceBarrier
 from .halves import Arena
+from .links import Links
 from .memory import Memory, synchronize
+from .nodes import Traffic
 from .stream_memory import copier_of, writer_of
 
 Tensor = torch.Tensor
@@ -34,8 +36,15 @@ class DeviceArena(Arena):
     waited for all before it; where a later mark has taken its event, it waits a little longer.
     """
 
-    def __init__(self, barrier: DeviceBarrier, memory: Memory, device: torch.device) -> None:
-        super().__init__(barrier, memory)
+    def __init__(
+        self,
+        barrier: DeviceBarrier,
+        memory: Memory,
+        device: torch.device,
+        *,
+        links: Links | None = None,
+    ) -> None:
+        super().__init__(barrier, memory, links=links)
         self.device = device
         self.has_streams = device.type == "cuda"
         self.side: Any = None  # high priority: copies are few and short beside a kernel's programs
@@ -57,7 +66,8 @@ class DeviceArena(Arena):
             self.events = [torch.cuda.Event() for _ in range(EVENTS)]
             self.write = writer_of(self.words)
             self.dma = copier_of(self.words)
-        counts = self.write is not None or not self.has_streams
+        # What comes from other nodes needs an SM to be copied, and a kernel that waits has all
+        counts = links is None and (self.write is not None or not self.has_streams)
         # All ranks or none: those that count pieces publish keys in another order
         answers = self.host.wait("whether pieces are counted", str(int(counts)))
         self.counts_pieces = all(map(int, answers))
@@ -74,8 +84,18 @@ class DeviceArena(Arena):
         self.host.wait(signature)  # no rank reads the blocks that go
         self.blocks = []
         self.views.clear()
-        self.blocks = self.memory.allocate(self.host, nbytes, signature=signature)
+        self.blocks = self.allocate(nbytes, signature)
         self.starts = [x.data_ptr() for x in self.blocks]
+
+    def meet(self, signature: str) -> None:
+        if self.links is not None:  # the device's barrier is of the node
+            if self.has_streams:
+                self.last.wait_stream(self.side)  # which has met the node, too
+            self.host.wait(signature)
+        super().meet(signature)
+
+    def meet_node(self) -> None:
+        self.barrier.again()
 
     def copy(self, table: Table, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         source_addresses = [x.data_ptr() for x in sources]
@@ -91,10 +111,15 @@ class DeviceArena(Arena):
         add_runs(parts, places=places, targets=targets, total=total)
 
     def pull(
-        self, lists: Sequence[Sequence[Piece]], targets: Sequence[Tensor], *, counted: int = 0
+        self,
+        lists: Sequence[Sequence[Piece]],
+        targets: Sequence[Tensor],
+        *,
+        counted: int = 0,
+        traffic: Sequence[Traffic] = (),
     ) -> list[Any]:
-        if self.dma is None or not self.has_streams:
-            return super().pull(lists, targets, counted=counted)
+        if self.dma is None or not self.has_streams or traffic:
+            return super().pull(lists, targets, counted=counted, traffic=traffic)
         copy, stream, marks = self.dma, self.side.cuda_stream, []
         half, addresses = self.half * self.room, [x.data_ptr() for x in targets]
         starts = [x + half for x in self.starts]

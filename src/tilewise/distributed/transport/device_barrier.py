@@ -33,10 +33,13 @@ class DeviceBarrier:
         self.host, self.memory = host, memory  # which keeps the pads mapped
         self.rank, self.ranks = host.rank, host.ranks
         self.store, self.timeout, self.device = host.store, host.timeout, device
+        # Of the ranks of other nodes there are none: the host meets those
+        self.members = [rank for rank, x in enumerate(pads) if x is not None]
         pads[self.rank].zero_()
         synchronize(device)
         host.wait("a pad of zeros on every rank")
-        self.signals = Signals([x.view(torch.int64) for x in pads], self.rank)
+        of_node = [pads[x].view(torch.int64) for x in self.members]
+        self.signals = Signals(of_node, self.members.index(self.rank))
         self.known: dict[str, int] = {}
         self.number = 0
         self.last = 0, 0  # number and fingerprint of the last one that was begun
@@ -67,6 +70,11 @@ class DeviceBarrier:
             self.check(signature)
             self._forget()  # all have said the same
             self.known[signature] = fingerprint
+
+    def again(self) -> None:
+        """Lets the stream wait once more for the ranks of the last barrier."""
+        self.last = self.number + 1, self.last[1]
+        self._signal()
 
     def _signal(self) -> None:
         number, fingerprint = self.last
@@ -128,19 +136,21 @@ class DeviceBarrier:
             raise PullTimeout(self.host.lost)
         synchronize(self.device)  # no wait is without a bound, and none after this one waits at all
         number, flags = self.signals.found()
-        absent = [rank for rank, flag in enumerate(flags) if flag >> 32 != number]
-        fingerprints = [flag & 0x7FFFFFFF for flag in flags]
+        absent = [rank for rank, flag in zip(self.members, flags) if flag >> 32 != number]
+        fingerprints = {rank: flag & 0x7FFFFFFF for rank, flag in zip(self.members, flags)}
         if absent:
             mine = self._text(number, self.rank, fingerprint=fingerprints[self.rank])
             self.host.lost = self.host.absence(absent, f"call {number}, {mine}")
             raise RankLost(self.host.lost)
         earlier = "" if signature else f" (in call {number}, of which this is the next)"
-        for rank, fingerprint in enumerate(fingerprints):
+        for rank, fingerprint in fingerprints.items():
             if fingerprint == RAISED:
-                self.host.end(f"rank {rank} raised {self._text(number, rank)}{earlier}")
-        rank = next(r for r, x in enumerate(fingerprints) if x != fingerprints[self.rank])
+                self.host.end(
+                    f"{self.host.named([rank])} raised {self._text(number, rank)}{earlier}"
+                )
+        rank = next(r for r, x in fingerprints.items() if x != fingerprints[self.rank])
         first, second = (
-            f"rank {r} called {self._text(number, r, fingerprint=fingerprints[r])}"
+            f"{self.host.named([r])} called {self._text(number, r, fingerprint=fingerprints[r])}"
             for r in sorted((self.rank, rank))
         )
         self.host.end(f"{second}; {first}{earlier}")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from .copies import ALIGN, CopyList
 from .halves import Arena
+from .nodes import Message, Traffic
 
 Tensor = torch.Tensor
 Tensors = Sequence[Tensor]
@@ -51,6 +52,18 @@ class Published:
             self.arena.pulled += rows.numel() * rows.itemsize
         return rows
 
+    def fetch(self, rows: Traffic) -> None:
+        """Exchanges rows of each tensor with other nodes, inside of `arena.copying`."""
+        arena = self.arena
+        sends = [y for x in rows.sends for y in self._in_bytes(x, arena.rank)]
+        receives = [y for x in rows.receives for y in self._in_bytes(x, x.peer)]
+        arena.finish(arena.begin(Traffic(sends, receives)))
+
+    def _in_bytes(self, rows: Message, owner: int) -> Iterator[Message]:
+        starts = starts_of(self.row_bytes, self.counts[owner])
+        for first, size in zip(starts, self.row_bytes):
+            yield Message(rows.peer, first + rows.start * size, stop=first + rows.stop * size)
+
     def view(self, rank: int, number: int) -> Tensor:
         """Views one of a rank's tensors where it lies, once the arena has room for it."""
         key = self.arena.half, self.dtypes, self.shapes, self.counts, rank, number
@@ -80,4 +93,9 @@ def publish_rows(
     for number, x in enumerate(tensors):
         published.view(arena.rank, number).copy_(x)
     arena.meet(signature)
+    if arena.nodes is not None:
+        with arena.copying():
+            published.fetch(arena.nodes.traffic(lambda owner, readers: [(0, counts[owner])]))
+            mark = arena.mark()
+        arena.arrive(mark)
     return published

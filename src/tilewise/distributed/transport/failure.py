@@ -51,8 +51,11 @@ class Barrier:
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.timeout = timeout_of(group)
         self.epoch = self.number = 0
+        self.signature = ""  # of the last barrier
         self.left: list[str] = []  # keys of epochs that have ended
         self.lost: str | None = None  # why no further call can be made
+        # Ranks that share memory
+        self.nodes: tuple[tuple[int, ...], ...] = (tuple(range(self.ranks)),)
         # Of groups that torch splits from one, several have one name, and so one store
         first = min(dist.get_process_group_ranks(group))
         keys = [f"tilewise/{first}/{rank}" for rank in range(self.ranks)]
@@ -90,14 +93,18 @@ class Barrier:
 
     def wait(self, signature: str, note: str = "") -> list[str]:
         """Waits until every rank has come with the same call; returns each rank's note."""
+        self.signature = signature
         texts = [x.split(NOTE) for x in self._gather(signature, note)]
         for rank, (other, *_) in enumerate(texts):
+            if other.startswith(RAISED + RankLost.__name__):
+                self.lost = other.partition(": ")[2]
+                raise RankLost(self.lost)
             if other.startswith(RAISED):
-                self.end(f"rank {rank} raised {other.removeprefix(RAISED)}")
+                self.end(f"{self.named([rank])} raised {other.removeprefix(RAISED)}")
         for rank, (other, *_) in enumerate(texts):
             if other != signature:
-                first, second = sorted([(self.rank, signature), (rank, other)])
-                self.end(f"rank {second[0]} called {second[1]}; rank {first[0]} called {first[1]}")
+                pairs = sorted([(self.rank, signature), (rank, other)], reverse=True)
+                self.end("; ".join(f"{self.named([rank])} called {text}" for rank, text in pairs))
         return [x[-1] for x in texts]
 
     def _gather(self, signature: str, note: str) -> list[str]:
@@ -140,6 +147,17 @@ class Barrier:
                 self.store.set(keys[1 + is_there], f"{RAISED}{type(error).__name__}: {error}")
         return True
 
+    def lose(self, why: str) -> NoReturn:
+        """Raises what this rank alone has found, of ranks that are lost, and leaves it for all."""
+        error = RankLost(f"call {self.number}, {why}")
+        self.abandon(error)
+        self.lost = str(error)
+        raise error
+
+    def named(self, ranks: Sequence[int]) -> str:
+        """Returns ranks in words, with their nodes where there are several."""
+        return listed(ranks, self.nodes if len(self.nodes) > 1 else ())
+
     def _delete(self, keys: list[str]) -> None:
         for key in keys:
             self.store.delete_key(key)
@@ -161,19 +179,20 @@ class Barrier:
     def absence(self, absent: list[int], call: str) -> str:
         """Writes the message that these ranks did not come to a call."""
         return (
-            f"{listed(absent)} of {self.ranks} did not come to {call}, within "
+            f"{self.named(absent)} of {self.ranks} did not come to {call}, within "
             f"{self.timeout.total_seconds():g} s, the time-out of the group: dead, slower than "
             "that, or not making the same calls"
         )
 
 
-def listed(ranks: Sequence[int]) -> str:
-    """Ranks in words.
+def listed(ranks: Sequence[int], nodes: Sequence[Sequence[int]] = ()) -> str:
+    """Ranks in words, with the nodes that they are of.
 
-    >>> listed([1]), listed([1, 3])
-    ('rank 1', 'ranks 1, 3')
+    >>> listed([1]), listed([1, 3]), listed([3], [(0, 1), (2, 3)])
+    ('rank 1', 'ranks 1, 3', 'rank 3 (node 1)')
     """
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    homes = {x: f" (node {number})" for number, members in enumerate(nodes) for x in members}
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(str(x) + homes.get(x, '') for x in ranks)}"
 
 
 def store_of(group: Any) -> Any:
@@ -196,12 +215,13 @@ def timeout_of(group: Any) -> datetime.timedelta:
     return store.timeout
 
 
-def check_cpu_group(group: Any) -> None:
-    """Checks that a group's ranks can meet on the CPU."""
+def check_group(group: Any, device: torch.device) -> None:
+    """Checks that a group's ranks can meet on a device."""
+    kind, name = ("CPU", "gloo") if device.type == "cpu" else ("GPU", "nccl")
     try:
-        group._get_backend(torch.device("cpu"))
+        group._get_backend(device)
     except RuntimeError as error:
         raise ArgumentError(
-            "the process group has no backend for the CPU: make it with "
-            'init_process_group("gloo"), or "cpu:gloo,cuda:nccl"'
+            f"the process group has no backend for the {kind}: make it with "
+            f'init_process_group("{name}"), or "cpu:gloo,cuda:nccl"'
         ) from error

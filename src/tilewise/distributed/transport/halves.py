@@ -16,7 +16,9 @@ import torch
 
 from ...kernels.common.row_table import Table
 from .copies import Piece, bytes_at, copy_one_by_one
+from .links import Links
 from .memory import Memory
+from .nodes import Traffic
 
 Tensor = torch.Tensor
 LEAST = 1 << 16  # bytes of a half
@@ -32,25 +34,28 @@ class Arena:
     counts_pieces = False  # whether a kernel can wait for one piece of what is copied
     part_sums: Any = None  # the kernel that adds what all ranks have published, where there is one
 
-    def __init__(self, barrier: Any, memory: Memory) -> None:
+    def __init__(self, barrier: Any, memory: Memory, *, links: Links | None = None) -> None:
         self.barrier, self.memory = barrier, memory
+        self.links: Any = links
         self.host = getattr(barrier, "host", barrier)  # on which epochs are counted
         self.rank, self.ranks = barrier.rank, barrier.ranks
+        self.nodes = None if links is None else links.nodes  # None where there is one
         self.half, self.room, self.epoch = 0, 0, -1
         self.blocks: list[Tensor] = []
         self.pulled = 0  # bytes that were read of other ranks, in all
+        self.received = 0  # bytes that came from other nodes, in all
         self.views: dict[Any, Tensor] = {}  # of the blocks; see `exchange.Published`
 
     def publish(self, nbytes: int, signature: str) -> Tensor:
         """Returns room for what this rank publishes next, uint8: the same size on all ranks."""
         if self.epoch != self.host.epoch:  # an error came to some ranks as the arena grew, or read
-            self.epoch, self.room = self.host.epoch, 0
+            self.epoch, self.room, self.half = self.host.epoch, 0, 0
         if not self.room or nbytes > self.room:
             room = max(LEAST, nbytes, 2 * self.room)
             self.grow(HALVES * room, f"{signature}, for which the arena grows to {room} bytes")
             self.room = room
-        # By barriers, which ranks count alike: a call that raised on one has published on others
-        self.half = (self.barrier.number + 1) % HALVES
+        # Ranks count alike, in one epoch: a call that raised on one has ended it on all
+        self.half = (self.half + 1) % HALVES
         return self.of(self.rank, nbytes)
 
     def meet(self, signature: str) -> None:
@@ -67,7 +72,16 @@ class Arena:
     def grow(self, nbytes: int, signature: str) -> None:
         """Allocates new memory on every rank, which is there on all of them when it returns."""
         self.views.clear()
-        self.blocks = self.memory.allocate(self.barrier, nbytes, signature=signature)
+        self.blocks = self.allocate(nbytes, signature)
+
+    def allocate(self, nbytes: int, signature: str) -> list[Tensor]:
+        """Allocates a block of every rank, and behind it the mirrors that it keeps."""
+        if self.nodes is None:
+            return self.memory.allocate(self.host, nbytes, signature=signature)
+        blocks = self.memory.allocate(
+            self.host, nbytes * (1 + self.nodes.slots), signature=signature
+        )
+        return self.nodes.with_mirrors(blocks, nbytes)
 
     def keep(self, key: Any, view: Tensor) -> Tensor:
         """Keeps a view of the blocks until these grow."""
@@ -93,18 +107,62 @@ class Arena:
         else:
             total[targets.long()] = exact.to(total.dtype)
 
+    def begin(self, traffic: Traffic) -> list[tuple[int, Any]]:
+        """Begins to exchange with other nodes, inside of `copying`."""
+        self.received += sum([stop - start for _, start, stop in traffic.receives])
+        return self.links.begin(traffic, self._bytes)
+
+    def finish(self, works: Sequence[tuple[int, Any]]) -> None:
+        """Ends an exchange, of this rank and of its node, whose mirrors may then be read."""
+        self.links.finish(works)
+        if self.links.nodes.has_pairs:
+            self.meet_node()
+
+    def meet_node(self) -> None:
+        """Waits for all ranks of the node; here for all there are."""
+        self.barrier.wait(self.host.signature)
+
+    def _bytes(self, rank: int, start: int, stop: int) -> Tensor:
+        return self.of(rank, stop)[start:]
+
+    def arrivals(
+        self, lists: Sequence[Sequence[Piece]], traffic: Sequence[Traffic]
+    ) -> Iterator[Sequence[Piece]]:
+        """Yields lists of pieces once these are in the node: to each exchange belong as many of
+        them, those without pieces of other nodes before they have come.
+        """
+        begun = [self.begin(x) for x in traffic]
+        size, ended = len(lists) // len(traffic), 0
+        for number, pieces in enumerate(lists):
+            # The exchanges of lists before, and this one's own if it has pieces of other nodes
+            while ended < number // size + self._are_remote(pieces):
+                self.finish(begun[ended])
+                ended += 1
+            yield pieces
+        for works in begun[ended:]:
+            self.finish(works)
+
+    def _are_remote(self, pieces: Sequence[Piece]) -> bool:
+        return any(x.rank not in self.links.nodes.mine for x in pieces)
+
     def pull(
-        self, lists: Sequence[Sequence[Piece]], targets: Sequence[Tensor], *, counted: int = 0
+        self,
+        lists: Sequence[Sequence[Piece]],
+        targets: Sequence[Tensor],
+        *,
+        counted: int = 0,
+        traffic: Sequence[Traffic] = (),
     ) -> list[Any]:
         """Begins to copy lists of pieces of what other ranks have published, one list after the
-        other, while the caller's stream goes on. Every `counted` pieces are counted as one.
+        other, while the caller's stream goes on. Every `counted` pieces are counted as one. What
+        comes from other nodes arrives by `traffic`, each for as many of the lists.
 
         Returns:
             A mark for each list, for `arrive`.
         """
         marks = []
         with self.copying():
-            for pieces in lists:
+            for pieces in self.arrivals(lists, traffic) if traffic else lists:
                 self.pulled += sum([x.nbytes for x in pieces])
                 for number, piece in enumerate(pieces, 1):
                     self._copy_piece(piece, targets[piece.target])

@@ -1,4 +1,4 @@
-"""Memory that every rank of a group maps of every other, by kind, and the proof that it does."""
+"""Memory that the ranks of a node map of each other, by kind, and the proof that they do."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from .failure import Barrier, listed
+from .nodes import Nodes
 
 Tensor = torch.Tensor
 NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
@@ -29,12 +30,26 @@ class Memory(abc.ABC):
 
     faults: tuple[type[Exception], ...] = ()  # what is raised where there is no such memory
 
-    def allocate(self, barrier: Barrier, nbytes: int, signature: str) -> list[Tensor]:
-        """Allocates a block on every rank, uint8, for the call of `signature`, and maps them. They
-        are there on all ranks when it returns; NotImplementedError on all where some are not.
+    def allocate(self, barrier: Barrier, nbytes: int, signature: str) -> list[Any]:
+        """Allocates a block on every rank, uint8, for the call of `signature`, and maps those of
+        this rank's node; of other nodes it returns None. They are there on all ranks when it
+        returns; NotImplementedError on all where some are not.
+        """
+        blocks, proven, why = self.prove(barrier, nbytes, signature=signature)
+        if not all(any(set(x) <= set(y) for y in proven) for x in barrier.nodes):
+            self.refuse(barrier, proven, why=why)
+        mine = next(x for x in barrier.nodes if barrier.rank in x)
+        return [x if rank in mine else None for rank, x in enumerate(blocks)]
+
+    def prove(
+        self, barrier: Barrier, nbytes: int, *, signature: str
+    ) -> tuple[Sequence[Tensor | None], list[tuple[int, ...]], str]:
+        """Allocates and maps blocks; returns them, the groups of ranks that are proven to share
+        them, and why others do not.
         """
         handle, why = "", ""
         blocks: Sequence[Tensor | None] = [None] * barrier.ranks
+        mine = next(x for x in barrier.nodes if barrier.rank in x)
         try:
             try:
                 handle = self.make(nbytes)
@@ -43,20 +58,23 @@ class Memory(abc.ABC):
             handles = barrier.wait(signature, handle)
             try:
                 if all(handles):
-                    blocks = self.open(handles, nbytes, rank=barrier.rank)
+                    of_node = [x if rank in mine else "" for rank, x in enumerate(handles)]
+                    blocks = self.open(of_node, nbytes, rank=barrier.rank)
             except self.faults as error:
                 why = f": {type(error).__name__}: {error}"
-            nodes = nodes_of(barrier, blocks, signature=signature)
+            return blocks, nodes_of(barrier, blocks, signature=signature), why
         finally:
             self.settle()
-        if len(nodes) > 1:
-            kind, names = type(self).__name__, " and ".join(map(listed, nodes))
-            raise NotImplementedError(
-                f"{names} share no memory by {kind}{why}: tilewise.distributed supports ranks "
-                "that map each other's memory, so run them on one machine, and containers with "
-                "one /dev/shm"
-            )
-        return [x for x in blocks if x is not None]
+
+    def refuse(self, barrier: Barrier, proven: list[tuple[int, ...]], *, why: str) -> NoReturn:
+        """Raises for nodes whose ranks do not map each other's memory."""
+        alone = {(x,) for x in range(barrier.ranks)} - {(x,) for node in proven for x in node}
+        names = " and ".join(map(listed, sorted(alone.union(proven))))
+        raise NotImplementedError(
+            f"{names} share no memory by {type(self).__name__}{why}: ranks of a node map each "
+            "other's memory, so make no node of several machines, or of containers without one "
+            "/dev/shm"
+        )
 
     @abc.abstractmethod
     def make(self, nbytes: int) -> str:
@@ -64,7 +82,9 @@ class Memory(abc.ABC):
 
     @abc.abstractmethod
     def open(self, handles: list[str], nbytes: int, *, rank: int) -> Sequence[Tensor | None]:
-        """Maps the blocks of all ranks, of which this is `rank`; None for those that it cannot."""
+        """Maps blocks, of which that of `rank` is its own; None for those that it cannot, or of
+        which the handle is empty.
+        """
 
     def settle(self) -> None:  # noqa: B027  # nothing, of most kinds
         """Cleans up once all ranks have mapped the blocks, or will not."""
@@ -149,6 +169,9 @@ class Ipc(Memory):
             if peer == rank:
                 blocks.append(self.kept)
                 continue
+            if not handle:
+                blocks.append(None)
+                continue
             _, *place = ast.literal_eval(handle)
             storage = torch.UntypedStorage._new_shared_cuda(self.device.index, *place)
             block = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
@@ -159,7 +182,7 @@ class Ipc(Memory):
 def nodes_of(
     barrier: Barrier, blocks: Sequence[Tensor | None], signature: str
 ) -> list[tuple[int, ...]]:
-    """Groups ranks by nodes that share memory. It is proved: each writes a nonce into its own
+    """Groups ranks that share memory. It is proved: each writes a nonce into its own
     block, and the others read it there. A name of a machine or file may be that of two.
     """
     nonce, mine = os.urandom(NONCE), blocks[barrier.rank]
@@ -172,8 +195,24 @@ def nodes_of(
     sights = [x.split() for x in barrier.wait(signature, " ".join(readable))]
     pairs = {(i, int(j)) for i, sight in enumerate(sights) for j in sight}
     ranks = range(barrier.ranks)
-    nodes = (tuple(j for j in ranks if i == j or {(i, j), (j, i)} <= pairs) for i in ranks)
-    return sorted(set(nodes))
+    nodes = {tuple(j for j in ranks if {(i, j), (j, i)} <= pairs) for i in ranks}
+    return sorted(nodes - {()})
+
+
+def find_nodes(barrier: Barrier, given: tuple[tuple[int, ...], ...] | None) -> Nodes | None:
+    """Finds and names the nodes of a group: those that are given, or by files which of its ranks
+    share memory. None where all do.
+    """
+    signature, files = f"tilewise.distributed with nodes {given}", Files()
+    if given is not None:
+        barrier.nodes = given
+        files.allocate(barrier, NONCE, signature)
+    else:
+        _, proven, why = files.prove(barrier, NONCE, signature=signature)
+        if sorted(x for node in proven for x in node) != list(range(barrier.ranks)):
+            files.refuse(barrier, proven, why=why)
+        barrier.nodes = tuple(proven)
+    return Nodes(barrier.nodes, barrier.rank) if len(barrier.nodes) > 1 else None
 
 
 def synchronize(device: torch.device) -> None:

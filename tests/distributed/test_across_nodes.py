@@ -1,0 +1,85 @@
+"""Ranks of several nodes, which share no memory between them: every result and gradient has the
+bits of the same ranks on one node, which other tests hold to one process.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.nodes import elsewhere, members_of
+from helpers.processes import run
+from helpers.shards import FEATURES, NAMES, OF_HEADS, Case, deals, merges
+from helpers.tiers import sample_rows
+
+import tilewise.distributed as td
+from tilewise.distributed.transport.arena import arena_of
+
+if not dist.is_available() or not dist.is_gloo_available():
+    pytest.skip("gloo is not here", allow_module_level=True)
+
+CPU = torch.device("cpu")
+TWO_BY_TWO, UNEVEN, SINGLE, MIXED = (0, 0, 1, 1), (0, 1, 1), (0, 1), (0, 1, 0, 2)
+
+
+class Pair:
+    """One group of all ranks on one node, and another on several."""
+
+    def __init__(self, rank, nodes):
+        self.rank, self.nodes = rank, nodes
+        self.one, self.several = dist.group.WORLD, dist.new_group(range(len(nodes)))
+
+    def compare(self, case, layout, what, **options):
+        """The call gives the same bits on both groups."""
+        found = []
+        for group in (self.one, self.several):
+            dealt = case.deal(td.from_positions(positions_of(layout), group))
+
+            def attend(*tensors, dealt=dealt, **given):
+                return td.attention(*tensors, layout=dealt, **given, **options)
+
+            with elsewhere(self.nodes, self.rank) if found else elsewhere([0] * 4, self.rank):
+                found.append(case.run(attend, share=dealt.shard))
+        for name, x, y in zip(NAMES, *found):
+            assert torch.equal(x, y), f"{what}: {name} has other bits"
+
+    def check(self):
+        """The nodes were those."""
+        nodes = arena_of(self.several, CPU).nodes
+        assert nodes.members == members_of(self.nodes)
+        assert arena_of(self.one, CPU).nodes is None
+
+
+def positions_of(layout):
+    """The positions of all ranks."""
+    return [torch.cat([torch.arange(a, b) for a, b in (*x, (0, 0))]) for x in layout.runs]
+
+
+def features(rank, nodes, part, parts):
+    """Every feature by every method that serves it."""
+    torch.use_deterministic_algorithms(True)  # fills new memory with NaN
+    pair, n = Pair(rank, nodes), len(nodes)
+    for i, (name, asked) in enumerate((FEATURES | OF_HEADS).items()):
+        if i % parts != part:
+            continue
+        case, what = Case(4, 2, **asked), f"{name} on {nodes}"
+        made = deals(case.seqlen, dist.group.WORLD)
+        for _ in range(i % 4):
+            next(made)
+        pair.compare(case, next(made), f"{what}, stream", method="stream")
+        by_runs = dict(bitwise=False, method="stream")
+        pair.compare(case, next(made), f"{what}, stream by runs", **by_runs)
+        if merges(case):
+            ring = dict(bitwise=False, method="ring")
+            pair.compare(case, next(made), f"{what}, ring", **ring)
+        if name not in OF_HEADS:
+            of_heads = Case(2 * n, n, **asked)
+            heads = dict(method="heads", deterministic=True)
+            pair.compare(of_heads, next(made), f"{what}, heads", **heads)
+    pair.check()
+
+
+SHARES = [(nodes, part, 3) for nodes in (TWO_BY_TWO, UNEVEN, SINGLE, MIXED) for part in range(3)]
+
+
+@pytest.mark.parametrize("nodes, part, parts", sample_rows([*SHARES, (MIXED, 5, 9)], (MIXED, 5, 9)))
+def test_features(nodes, part, parts):
+    run(features, len(nodes), nodes, part, parts)
