@@ -142,6 +142,28 @@ def test_chunks_of_8_bits_compile(dtype, page_size, headdim, queries):
     assert not IS_3_6 or sum(map(spills_in, loops)) == 0
 
 
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_packed_chunks_of_8_bits_compile(page_size):
+    q, k = torch.empty(2048, 32, 128, dtype=BF16), torch.empty(99, page_size or 4096, 8, 128)
+    k = k.to(torch.float8_e4m3fn)
+    table = torch.zeros(99, 4096 // page_size, dtype=INT32) if page_size else None
+    lengths, numbers = (
+        (torch.ones(99, dtype=INT32), torch.zeros(100, dtype=INT32)),
+        (True, *[None] * 4),
+    )
+    cached = check_cached(q, k, k, table, lengths, (None,) * 3, numbers, "bshd")
+    cached = cached._replace(longest=2048)
+    out, lse = torch.empty_like(q), torch.empty(32, 2048)
+    assert schedules.why_in_pieces(cached, out) is None
+    launches = functools.partial(schedules.launches_of, chunk=schedules.chunk_of(cached))
+    kernel = build_launch(alone(program_of(cached, out, lse, launches).launches[1]), "sm90")
+    sizes = stats(kernel)
+    assert sizes["smem"] <= SMEM_LIMIT["sm90"] and not sizes["wgmma_serialized"], sizes
+    assert not sizes["copies_apart"] and not sizes["idle_barriers"], sizes
+    loops = *innermost_loops(kernel, "HGMMA")[:2], innermost_loops(kernel, "UTMALDG")[0]
+    assert not IS_3_6 or sum(map(spills_in, loops)) == 0
+
+
 @pytest.mark.parametrize("queries", [64, 128])
 def test_folds_of_8_bits_with_scales_compile(queries):
     """Of heads that share a tile, and of one a tile."""

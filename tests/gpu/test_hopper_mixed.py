@@ -15,7 +15,7 @@ from tilewise.testing.tolerance import assert_within
 
 pytestmark = pytest.mark.gpu
 
-BF16, CHUNK = torch.bfloat16, 64
+BF16, E4M3, CHUNK = torch.bfloat16, torch.float8_e4m3fn, 64
 QUERIES = [1, 300, 1, 0, 3, 140, 63, 64]
 LENGTHS = [1900, 700, 40, 300, 31, 1200, 900, 20]  # of the last some see no key
 SLOPES = torch.tensor([0.5, 0.1, 0.02, 0.01] * 2)
@@ -68,6 +68,23 @@ def assert_equal(found, expected):
     for mine, theirs in zip(found, expected, strict=True):
         for x, y in zip(mine, theirs, strict=True):
             assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("headdim", [64, 128])
+def test_8_bits_have_the_bits_of_a_cache_that_was_converted_before(headdim):
+    """Of chunks, and within the budget of decodes."""
+    s = drawn(headdims=(headdim, headdim))
+    kept = s._replace(k=[x.to(E4M3) for x in s.k], v=[x.to(E4M3) for x in s.v])
+    converted = s._replace(k=[x.to(BF16) for x in kept.k], v=[x.to(BF16) for x in kept.v])
+    expected = run(converted, None, causal=True)
+    for page_size in (None, 16, 64):
+        found = run(kept, page_size, causal=True)
+        assert_equal(run(kept, page_size, 1, causal=True), found)
+        for x, mine, theirs in zip(s.q, found, expected, strict=True):
+            if len(x) >= CHUNK:
+                assert_equal([mine], [theirs])
+            else:
+                assert all(torch.allclose(*pair, atol=0.02) for pair in zip(mine, theirs))
 
 
 @pytest.mark.parametrize("name, headdims, heads, options", CASES, ids=[x[0] for x in CASES])

@@ -161,6 +161,29 @@ def test_parts_have_the_bits_of_a_cache_that_was_converted_before(sms, count, se
     assert all(served)
 
 
+def run_packed(x, page_size=16, seed=0, **options):
+    """As packed queries, of which decodes and chunks are two launches."""
+    at = dict(q=torch.cat(x.s.q), **x.cache(page_size, seed), return_lse=True, max_seqlen_q=QUERIES)
+    with use_emulator(seed):
+        out, lse = tilewise.attention(**at, **options, backend="hopper")
+    rows = [len(q) for q in x.s.q]
+    return list(zip(out.split(rows), lse.split(rows, 1)))
+
+
+@pytest.mark.parametrize("page_size", sample([16, None], 16))
+@pytest.mark.parametrize("name", sample(FEATURES, "causal"))
+def test_packed_chunks_have_the_bits_of_those_in_a_batch(name, page_size, served):
+    """Beside decodes, whose rows are others' launch."""
+    queries = [1, QUERIES, 0, 3, QUERIES]
+    x = quantised(queries, [300, 133, 90, 5, 70], E4M3, "sequence", headdims=(64, 64))
+    found = run_packed(x, page_size, **FEATURES[name])
+    assert served == [True]
+    for i, count in enumerate(queries):
+        if count:
+            out, lse = run(x.only(i), page_size, 1, **FEATURES[name])
+            assert torch.equal(out[0], found[i][0]) and torch.equal(lse[0], found[i][1]), i
+
+
 def test_batch_mates_change_no_bit(served):
     """C0 and C1."""
     x = drawn()

@@ -108,8 +108,6 @@ def why_in_pieces(cached: Cached, out: Tensor) -> str | None:
 def why_not_converted(cached: Cached) -> str | None:
     """Why the training forward does not read such a cache of 8 bits."""
     problem = cached.problem
-    if cached.extras.cu_seqlens_q is not None:
-        return "the cache has 8 bits, and queries are packed"
     if any(x is not None and x.dim() == 3 for x in (cached.k_descale, cached.v_descale)):
         return "the cache has 8 bits, and each of its rows a scale"
     block_d, block_dv = (triton.next_power_of_2(x) for x in (problem.headdim, problem.headdim_v))
