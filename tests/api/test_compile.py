@@ -11,7 +11,7 @@ import torch
 from helpers.tiers import sample, sample_rows
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
-from torch._inductor.utils import fresh_inductor_cache
+from torch._inductor.utils import fresh_inductor_cache, run_fw_bw_and_get_code
 
 import tilewise
 from tilewise.mods import expressions
@@ -102,6 +102,21 @@ def test_a_graph_guards_what_the_caller_passed():
     with torch.no_grad():
         again(*qkv(1, 16))
     assert len(guarded) < 100, len(guarded)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_generated_code_calls_kernels_and_not_the_dispatcher():
+    """Which converts each of 26 arguments at every call, forward and backward."""
+    q, k, v = qkv(1, 16)
+
+    def attend():
+        return torch.compile(lambda: tilewise.attention(q, k, v, causal=True))()
+
+    with fresh_inductor_cache():
+        _, codes = run_fw_bw_and_get_code(attend)
+    for name, code in zip(["flash_attn_forward", "flash_attn_backward"], codes, strict=True):
+        assert f"torch.ops.tilewise.direct.{name}(" in code
+        assert ".default(" not in code
 
 
 def test_a_graph_is_cached_on_disk():

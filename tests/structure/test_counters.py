@@ -10,13 +10,13 @@ from helpers.counters import count
 AT_LEAST = {"arguments by keyword, percent": 18.6}
 AT_MOST = {
     # Sizes
-    "lines": 52_272,
+    "lines": 52_330,
     "files that name softcap": 27,
     "files that name sinks": 34,
     "files attention() imports": 40,
-    "lines attention() imports": 5_622,
+    "lines attention() imports": 5_638,
     # One record, one dispatcher, one file of checks, one way to launch
-    "records per 1,000 lines, host": 3.17,
+    "records per 1,000 lines, host": 3.16,
     "records per 1,000 lines, device": 6.55,
     "records built at one place, host": 20,
     "records built at one place, device": 57,
@@ -24,7 +24,7 @@ AT_MOST = {
     "dispatchers": 1,
     "check files": 2,
     # Plain English
-    "calls with *x per 1,000 lines": 1.65,
+    "calls with *x per 1,000 lines": 1.63,
     "calls with a tuple's *": 0,
     "vague locals": 32,
     "docstrings without a subject": 0,

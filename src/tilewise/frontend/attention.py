@@ -271,7 +271,7 @@ def attention(
         cached = check_cached(
             cached, numbers, split_size=split_size, mask_mod=mask_mod, layout=layout
         )
-        if not is_cache and ops.needs_grad(cached.q, cached.k, cached.v, sinks):
+        if not is_cache and ops.needs_grad((cached.q, cached.k, cached.v, sinks)):
             refuse_gradients("slopes", [("alibi_slopes", alibi_slopes)])
             out, lse = cache_ops.train(cached, check_flag("deterministic", deterministic))
             out = out.transpose(1, 2) if layout == "bhsd" else out

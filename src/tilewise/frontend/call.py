@@ -193,7 +193,7 @@ def call(
             words=words,
         )
         checked.backend = backend
-        checked.needs_grad = not needs_dispatcher and ops.needs_grad(*tensors)
+        checked.needs_grad = not needs_dispatcher and ops.needs_grad(tensors)
         if entry is not None:
             entry.call = checked
     if checked.has_extras:

@@ -119,7 +119,7 @@ def quantize(
     sequences = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     checked_scales = _scales(scales, k, sequences)
     check_signs(zip(("scales.q", "scales.k"), checked_scales))
-    source = Source(q, k, v, call.steps.rotate, rotary) if needs_grad(q, k, v) else None
+    source = Source(q, k, v, call.steps.rotate, rotary) if needs_grad((q, k, v)) else None
     with torch.no_grad():
         inputs = q.detach(), k.detach(), v.detach()
         quantized = ops.quantize(call, inputs, checked_scales, lengths, rotary)

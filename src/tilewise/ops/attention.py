@@ -96,7 +96,7 @@ def needs_dispatcher(tensors: Iterable[Tensor | None]) -> bool:
     return False
 
 
-def needs_grad(*tensors: Tensor | None) -> bool:
+def needs_grad(tensors: Iterable[Tensor | None]) -> bool:
     """Whether autograd will ask for a gradient of any of these."""
     if torch.is_grad_enabled():
         for t in tensors:
@@ -276,20 +276,21 @@ def filled(grads: Grads, q: Tensor) -> tuple[Tensor, ...]:
 
 def known_call(call: Call, tensors: tuple[Tensor | None, ...]) -> Call:
     """The cached call of this signature."""
+    if needs_dispatcher(tensors):
+        return call
     return known(tensors, (call.problem, call.scalars, call.backend), lambda: call)
 
 
 def known(tensors: tuple[Tensor | None, ...], key: Hashable, make: Callable[[], Any]) -> Any:
-    """The call that is cached for a signature, or one that is made for it."""
+    """The call that is cached for a signature, or one that is made for it; not to be traced."""
     first = tensors[0]
-    if needs_dispatcher(tensors) or first is None:
+    if first is None:
         return make()
     guarded = key, first.numel(), torch.is_grad_enabled(), tuple(map(type, tensors))
     recall = known_guards.get(guarded)
     if recall is not None and (recalled := recall(tensors)) is not None:
         return recalled[0].call
-    entry = entry_of(tensors, key)
-    if entry is None:
+    if needs_dispatcher(tensors) or (entry := entry_of(tensors, key)) is None:
         return make()
     if entry.call is None:
         entry.call = make()

@@ -10,7 +10,7 @@ import torch
 
 from ..kernels.common.outputs import empty_grads, empty_out
 from ..mods.flat import check_captured, indices_used
-from ..problem import INPUTS, OPTIONAL, Call, Extras, Problem, Saved, describe, extras_of
+from ..problem import INPUTS, NO_EXTRAS, OPTIONAL, Call, Extras, Problem, Saved, describe, extras_of
 from . import attention as ops
 from . import vmap as batching
 from .autograd_key import straight
@@ -62,10 +62,10 @@ def _known(args: tuple, before: int) -> tuple[Call, tuple, Extras]:
     """The call of an operator's arguments, cached by signature, for compiled graphs, which do not
     pass through `frontend.call.call`; the tensors before the extras, and these.
     """
-    tensors, options = flat(args, before)
-    inputs, extras = tensors[:before], extras_of(tensors[before:])
+    row, options = flat(args, before)
 
     def make() -> Call:
+        inputs, extras = row[:before], extras_of(row[before:])
         if before == INPUTS:
             return _call_of(inputs, extras, options_from(options))
         check_devices(Saved._fields, inputs)
@@ -74,7 +74,9 @@ def _known(args: tuple, before: int) -> tuple[Call, tuple, Extras]:
     if options[MASK] or options[SCORE]:  # their trees, which a bounded table may have dropped
         _ = options_from(options).mods
     flags: Any = *options[:BLOCK], *options[BLOCK], *options[BLOCK + 1 :]
-    return ops.known((*inputs, *extras.tensors), flags, make), inputs, extras
+    call = ops.known(row, flags, make)
+    has_more = call.has_extras or len(row) > before + OPTIONAL
+    return call, row[:before], extras_of(row[before:]) if has_more else NO_EXTRAS
 
 
 def _forward_kernel(args: tuple):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +18,8 @@ from ..problem import OPTIONAL, Call, Extras, Mods, Saved, Scalars
 Tensor = torch.Tensor
 
 LIBRARY = torch.library.Library("tilewise", "DEF")
+direct = SimpleNamespace()  # what computes each operator, for code that Inductor generates
+vars(torch.ops.tilewise)["direct"] = direct
 SAVED_TENSORS = len(Saved._fields)  # to a backward
 
 
@@ -64,8 +69,18 @@ def operator(
     """
     LIBRARY.define(name + schema, tags=tags)
     full_name = f"{LIBRARY.ns}::{name}"
-    LIBRARY.impl(name, lambda *args, **named: kernel(args, **named), "CompositeExplicitAutograd")
-    torch.library.register_fake(full_name, lambda *args, **named: fake(args, **named), lib=LIBRARY)
+    setattr(direct, name, lambda *args, **named: kernel(args, **named))
+    LIBRARY.impl(name, getattr(direct, name), "CompositeExplicitAutograd")
+
+    def trace(*args: Any, **named: Any) -> Any:
+        if "torch._inductor.lowering" in sys.modules:
+            with contextlib.suppress(ImportError, AttributeError):  # private names may move
+                from .inductor import lower
+
+                lower(name)
+        return fake(args, **named)
+
+    torch.library.register_fake(full_name, trace, lib=LIBRARY)
     if backward is not None:
         register = torch.library.register_autograd
         register(full_name, backward, setup_context=setup_context, lib=LIBRARY)

@@ -83,7 +83,7 @@ def sharded_call(
         deterministic=call.problem.deterministic,
         backend=backend,
         bitwise=check_flag("bitwise", bitwise),
-        learns=learns or ops.needs_grad(q, k, v, getattr(extras, LEARNED)),
+        learns=learns or ops.needs_grad((q, k, v, getattr(extras, LEARNED))),
     )
     names = zip("qkv", (q, k, v))
     shapes = [f"{name} {(x.shape[0], layout.seqlen, *x.shape[2:])}" for name, x in names]

@@ -76,7 +76,7 @@ def attention(
         causal="" if numbers.causal is False else check_causal(numbers.causal),
         mask_mod=serialize(modifiers.mods.mask),
         score_mod=serialize(modifiers.mods.score),
-        needs_grad=ops.needs_grad(q, k, v, values[LEARNED]),
+        needs_grad=ops.needs_grad((q, k, v, values[LEARNED])),
     )
     arguments = {name: values[name] for name in NAMES}
     return torch.ops.tilewise.context_parallel_forward(q, k, v, **arguments)

@@ -109,7 +109,7 @@ def attend_run(
     call = None if entry is None else entry.call
     if call is None:
         call = spec.on_rows(q, k, v=v, extras=extras, **options)
-        call.needs_grad = not needs_dispatcher and ops.needs_grad(*tensors)
+        call.needs_grad = not needs_dispatcher and ops.needs_grad(tensors)
         if entry is not None:
             entry.call = call
     if not q.is_cpu and knows_values(q):

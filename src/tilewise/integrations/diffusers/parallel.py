@@ -46,7 +46,7 @@ def attend_shards(
         and is_ring,
         "attn_mask with a gradient": has_mask and mask.requires_grad,
         "dropout_p": dropout_p > 0,
-        "return_lse with gradients": return_lse and ops.needs_grad(query, key, value),
+        "return_lse with gradients": return_lse and ops.needs_grad((query, key, value)),
         "is_causal": is_causal,
         "enable_gqa": enable_gqa and query.shape[2] != key.shape[2],
     }
