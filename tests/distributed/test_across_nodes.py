@@ -2,13 +2,16 @@
 bits of the same ranks on one node, which other tests hold to one process.
 """
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.device_arena import device_arena
 from helpers.nodes import elsewhere, members_of
 from helpers.processes import run
 from helpers.shards import FEATURES, NAMES, OF_HEADS, Case, deals, merges
-from helpers.tiers import sample_rows
+from helpers.tiers import sample, sample_rows
 
 import tilewise.distributed as td
 from tilewise.distributed.transport.arena import arena_of
@@ -75,6 +78,26 @@ def features(rank, nodes, part, parts):
             heads = dict(method="heads", deterministic=True)
             pair.compare(of_heads, next(made), f"{what}, heads", **heads)
     pair.check()
+
+
+def on_device(rank, nodes):
+    """The arena of GPUs, with its barriers and sums in the interpreter."""
+    torch.use_deterministic_algorithms(True)
+    pair, n = Pair(rank, nodes), len(nodes)
+    with elsewhere(nodes, rank):
+        device_arena(pair.several)
+    for name in ("causal", "documents, much", "bf16, sinks", "fewer tokens than ranks"):
+        case = Case(2 * n, n, **FEATURES[name])
+        for layout in itertools.islice(deals(case.seqlen, dist.group.WORLD), 2):
+            for method in ("stream", "heads"):
+                what = dict(method=method, deterministic=method == "heads")
+                pair.compare(case, layout, f"{name}, {method}", **what)
+    pair.check()
+
+
+@pytest.mark.parametrize("nodes", sample([SINGLE, TWO_BY_TWO, UNEVEN]))
+def test_the_arena_of_gpus(nodes):
+    run(on_device, len(nodes), nodes)
 
 
 SHARES = [(nodes, part, 3) for nodes in (TWO_BY_TWO, UNEVEN, SINGLE, MIXED) for part in range(3)]

@@ -27,7 +27,7 @@ class Unmapping(Files):
         self.kept = []
 
     def allocate(self, barrier, nbytes, signature):
-        for x in self.kept:
+        for x in filter(torch.is_tensor, self.kept):
             assert not LIBC.mprotect(ctypes.c_void_p(x.data_ptr()), ctypes.c_size_t(x.numel()), 0)
         self.kept = super().allocate(barrier, nbytes, signature)
         return self.kept
@@ -45,7 +45,8 @@ def device_arena(group=None, seconds=None):
     host, memory = arenas.host_of(group), Unmapping()
     if seconds is not None:
         host.timeout = datetime.timedelta(seconds=seconds)
+    links = arenas._links_of(group, CPU)
     barrier = DeviceBarrier(host, CPU, memory.allocate(host, PAD, "pads"), memory)
     Program.run = interpreted
-    arena = arenas._arenas[group, CPU] = DeviceArena(barrier, Unmapping(), CPU)
+    arena = arenas._arenas[group, CPU] = DeviceArena(barrier, Unmapping(), CPU, links=links)
     return arena

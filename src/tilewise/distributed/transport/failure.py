@@ -167,8 +167,17 @@ class Barrier:
         return "/".join(map(str, (self.epoch, number, *rank)))
 
     def _why(self, signature: str, keys: list[str], *, error: Exception) -> str:
+        if len(self.nodes) > 1:  # some that wait for a rank of another node may be about to say so
+            time.sleep(min(1.0, self.timeout.total_seconds() / 4))
         try:
             absent = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+            for rank in set(range(len(keys))).difference(absent):
+                text = self.store.get(keys[rank]).decode()
+                if text.startswith(RAISED + RankLost.__name__):
+                    return text.partition(": ")[2]
+                if text.startswith(RAISED):
+                    text = f"{self.named([rank])} raised {text.removeprefix(RAISED)}"
+                    return f"call {self.number}, {signature}, did not end: {text}"
         except dist.DistError:
             return (
                 f"call {self.number}, {signature}: the store of the process group, which rank 0 or "
