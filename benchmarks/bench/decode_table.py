@@ -159,7 +159,10 @@ def figures_of(outcomes: Sequence[Outcome[Decode]]) -> Iterator[Figure]:
 
 def counts_of(of: Decode) -> str:
     """The queries of a sequence, and those of the last, 1+2048."""
-    return str(of.seqlen_q) if of.chunk < 0 else f"{of.seqlen_q}+{of.chunk}"
+    if of.chunk < 0:
+        return str(of.seqlen_q)
+    times = f"{of.chunks} x " if of.chunks > 1 else ""
+    return f"{of.seqlen_q}+{times}{of.chunk}"
 
 
 def _queries(of: Decode) -> str:

@@ -10,7 +10,7 @@ from helpers.counters import count
 AT_LEAST = {"arguments by keyword, percent": 18.6}
 AT_MOST = {
     # Sizes
-    "lines": 52_339,
+    "lines": 52_343,
     "files that name softcap": 27,
     "files that name sinks": 34,
     "files attention() imports": 40,

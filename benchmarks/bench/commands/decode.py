@@ -59,6 +59,13 @@ def _caches() -> tuple[str, ...]:
     help="Prompt queries in the last sequence; times the mixed batch and both parts alone.",
 )
 @click.option(
+    "--chunks",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="How many sequences, the last, have a chunk.",
+)
+@click.option(
     "--append",
     "appends",
     is_flag=True,
@@ -104,8 +111,8 @@ def _caches() -> tuple[str, ...]:
 )
 @run_options
 def decode(
-    quick, device, ours, against, lengths, pages, queries, chunk, appends, split_size, caches,
-    as_json,
+    quick, device, ours, against, lengths, pages, queries, chunk, chunks, appends, split_size,
+    caches, as_json,
     **options,
 ) -> None:  # fmt: skip
     """Time a decoding step: the last queries of each sequence, with its KV cache.
@@ -135,7 +142,7 @@ def decode(
         counts = counts_of(queries, chunk)
         cases = cases_of(
             asked, lengths, pages=pages, counts=counts, caches=caches,
-            split_size=split_size or 0, appends=appends,
+            split_size=split_size or 0, appends=appends, chunks=chunks,
         )  # fmt: skip
     except ValueError as error:
         raise click.UsageError(
@@ -154,7 +161,14 @@ def counts_of(queries, chunk: int | None) -> list[tuple[int, int]]:
 
 
 def cases_of(
-    asked: dict, lengths, pages, counts, caches, split_size: int = 0, appends: bool = False
+    asked: dict,
+    lengths,
+    pages,
+    counts,
+    caches,
+    split_size: int = 0,
+    appends: bool = False,
+    chunks: int = 1,
 ) -> list[list]:
     """The steps that are timed together: a list for each batch and head."""
     from tilewise.explain.steps import decode
@@ -176,6 +190,7 @@ def cases_of(
                 chunk=chunk,
                 split_size=split_size,
                 appends=appends,
+                chunks=chunks,
             )
             for kind in kinds
             for number, chunk in counts

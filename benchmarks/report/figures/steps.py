@@ -28,6 +28,7 @@ def words_of(of: Decode) -> frozenset[str]:
     words += [f"page{of.page_size}"] if of.page_size else []
     words += [of.lengths] if of.lengths else []
     words += [f"chunk{length(of.chunk)}"] if of.chunk >= 0 else []
+    words += [f"chunks{of.chunks}"] if of.chunks > 1 else []
     words += [f"split{length(of.split_size)}"] if of.split_size else []
     words += ["append"] if of.appends else []
     return frozenset(words)

@@ -22,9 +22,10 @@ class Decode(NamedTuple):
 
     `page_size` 0 is a cache without pages. `lengths` are those of a ragged batch; its seqlen_k is
     the longest. `cache` is "" for keys and values of `dtype`; else it is one of KINDS, of 8 bits.
-    `chunk` is how many queries the last sequence has, of a prompt that comes in chunks; -1: as many
-    as the others. With one, queries are packed. A step that `appends` is passed the keys and values
-    of its queries, rotates those keys and its queries, and writes them into the cache first.
+    `chunk` is how many queries the last sequence has, or the last `chunks`, of prompts that come in
+    chunks; -1: as many as the others. With one, queries are packed. A step that `appends` is passed
+    the keys and values of its queries, rotates those keys and its queries, and writes them into the
+    cache first.
     """
 
     direction: str  # "decode"
@@ -43,12 +44,13 @@ class Decode(NamedTuple):
     chunk: int = -1
     split_size: int = 0  # of ours; 0: none is asked for
     appends: bool = False
+    chunks: int = 1
 
     @property
     def queries(self) -> tuple[int, ...]:
         """How many queries each sequence has."""
         last = self.seqlen_q if self.chunk < 0 else self.chunk
-        return (self.seqlen_q,) * (self.batch - 1) + (last,)
+        return (self.seqlen_q,) * (self.batch - self.chunks) + (last,) * self.chunks
 
     @property
     def sequences(self) -> tuple[int, ...]:
@@ -166,6 +168,8 @@ def decode(
     for count, keys in zip(step.queries, step.sequences):
         if count > keys:
             raise ValueError(f"{count} queries are more than a sequence of {keys}")
+    if step.chunks > step.batch:
+        raise ValueError(f"{step.chunks} chunks are more than {step.batch} sequences")
     if not sum(step.queries):
         raise ValueError("no sequence has a query")
     if step.appends and (step.cache or step.chunk >= 0):

@@ -67,6 +67,9 @@ def test_a_chunk_beside_decodes():
     assert of.kv_bytes == 3 * of._replace(seqlen_q=0).kv_bytes
     with pytest.raises(ValueError, match="41 queries"):
         decode(3, 40, HEADS, chunk=41)
+    assert of._replace(chunks=2).queries == (1, 10, 10)
+    with pytest.raises(ValueError, match="4 chunks"):
+        decode(3, 40, HEADS, chunk=4, chunks=4)
     with pytest.raises(ValueError, match="no sequence"):
         decode(1, 40, HEADS, chunk=0)
 
