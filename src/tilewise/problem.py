@@ -175,7 +175,7 @@ class Call:
 
     __slots__ = (
         *("backend", "backwards", "forward", "has_extras", "is_transposed", "needs_grad"),
-        *("out_dtype", "problem", "scalars"),
+        *("newest", "out_dtype", "problem", "scalars"),
     )
 
     def __init__(
@@ -195,6 +195,7 @@ class Call:
         self.has_extras = problem.has_extras
         self.forward: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
         self.backwards: dict[Any, Callable[..., Grads]] = {}  # by `ops.calls.layout_key`
+        self.newest: Any = None, None  # of these, on a GPU: its guard, and the entry of that
 
 
 class Saved(NamedTuple):

@@ -12,6 +12,7 @@ from helpers.work import entered
 import tilewise
 from tilewise import ArgumentError, attention, attention_reference
 from tilewise.frontend import call as api
+from tilewise.ops import attention as ops
 from tilewise.ops import calls
 
 
@@ -53,6 +54,30 @@ def test_a_known_call_enters_few_functions(function):
         FUNCTIONS[function](q, k, v)
         found = entered(lambda: FUNCTIONS[function](q, k, v))
     assert len(found) <= 12, found
+
+
+def test_a_known_backward_enters_few_functions(monkeypatch):
+    """As on a GPU: by its guard, where tensors look as they did and nothing watches."""
+    monkeypatch.setattr(ops, "UNGUARDED", frozenset())
+    q, k, v = (x.requires_grad_() for x in tensors(32, 32))
+    for _ in range(2):
+        out = attention(q, k, v, causal=True)
+    dense = torch.randn_like(out)
+    spread = torch.cat([dense, dense], -1)[..., :32]
+
+    def gradients(dout, **options):
+        return torch.autograd.grad(out, (q, k, v), dout, retain_graph=True, **options)
+
+    def backward(dout):
+        return [x.split(":")[1] for x in entered(lambda: gradients(dout), ("kernels/",))]
+
+    want = gradients(dense)
+    assert backward(dense) == ["_backward", "recalled_backward", "recall"]
+    torch.testing.assert_close(gradients(dense), want, rtol=0, atol=0)
+    assert "run_backward" in backward(spread)
+    torch.testing.assert_close(gradients(spread), want)
+    with pytest.raises(NotImplementedError, match="differentiable once"):
+        gradients(spread, create_graph=True)[0].sum().backward()
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)

@@ -10,11 +10,11 @@ from helpers.counters import count
 AT_LEAST = {"arguments by keyword, percent": 18.6}
 AT_MOST = {
     # Sizes
-    "lines": 52_343,
+    "lines": 52_374,
     "files that name softcap": 27,
     "files that name sinks": 34,
     "files attention() imports": 40,
-    "lines attention() imports": 5_638,
+    "lines attention() imports": 5_670,
     # One record, one dispatcher, one file of checks, one way to launch
     "records per 1,000 lines, host": 3.16,
     "records per 1,000 lines, device": 6.55,

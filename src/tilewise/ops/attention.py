@@ -11,7 +11,7 @@ Problem's fields as scalars. Selective checkpointing by name looks for `flash_at
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -28,16 +28,18 @@ from . import late
 from . import vmap as batching
 from .autocast import autocast as autocast
 from .calls import (
-    PLAIN_TENSORS,
     UNGUARDED,
+    Entry,
     eager_apply,
     entry_of,
     has_lazy,
     layout_key,
     resolved,
 )
+from .calls import needs_dispatcher as needs_dispatcher
+from .calls import needs_grad as needs_grad
 from .context_parallel import refuse_shards
-from .guards import known_guards, remember
+from .guards import guard_of, known_guards, remember
 from .schema import SAVED_TENSORS, Once, apply, arguments_of
 
 Tensor = torch.Tensor
@@ -84,27 +86,6 @@ def _prepared(call: Call, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> Ca
     return dispatch.forward_of(call, q, k, v, extras)
 
 
-def needs_dispatcher(tensors: Iterable[Tensor | None]) -> bool:
-    """Whether a call must go through torch's dispatcher: for a compiler, a dispatch mode, or a
-    tensor subclass.
-    """
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
-        return True
-    for t in tensors:  # a loop costs half of any() over a generator
-        if type(t) not in PLAIN_TENSORS:
-            return True
-    return False
-
-
-def needs_grad(tensors: Iterable[Tensor | None]) -> bool:
-    """Whether autograd will ask for a gradient of any of these."""
-    if torch.is_grad_enabled():
-        for t in tensors:
-            if t is not None and t.requires_grad:
-                return True
-    return False
-
-
 def _is_transformed() -> bool:
     """Inside vmap, grad or another functorch transform, or under forward-mode AD (which our
     Function refuses by name).
@@ -131,6 +112,9 @@ def _backward(ctx: Any, *grads_of_outputs: Any) -> tuple[Tensor | None, ...]:
     if dout is None:  # only the gradient of lse is requested
         dout = torch.zeros_like(out)
     call, saved = ctx.call, Saved(dout, dlse, q=q, k=k, v=v, out=out, lse=lse)
+    if not tensors and (prepared := recalled_backward(call, saved)) is not None:
+        grads = prepared(saved, NO_EXTRAS)
+        return None, grads.dq, grads.dk, grads.dv
     is_seen = _is_transformed() or is_legacy_batchedtensor(dout)
     if not (torch.is_grad_enabled() or is_seen or needs_dispatcher((dout, dlse, q, k, v))):
         grads = run_backward(call, saved, extras=extras_of(tensors))
@@ -172,6 +156,17 @@ def of_optional(call: Call, grads: Grads, extras: Extras) -> list[Tensor | None]
     return [None if x is None else names.get(f"d{name}") for name, x in pairs]
 
 
+def recalled_backward(call: Call, saved: Saved) -> Callable[..., Grads] | None:
+    """The newest backward, if it was of tensors like these, and no mode or transform sees them."""
+    recall, _ = call.newest
+    if recall is None or saved.dlse is not None or torch.is_grad_enabled():
+        return None
+    if torch.compiler.is_dynamo_compiling() or forward_ad._current_level >= 0:
+        return None
+    recalled = recall(saved)
+    return recalled and recalled[0].call
+
+
 def run_backward(call: Call, saved: Saved, extras: Extras, between: Between | None = None) -> Grads:
     """The gradients on a backend."""
     q, k, v = saved.q, saved.k, saved.v
@@ -190,6 +185,12 @@ def run_backward(call: Call, saved: Saved, extras: Extras, between: Between | No
         for old in list(call.backwards)[: 1 - LOOKS]:
             call.backwards.pop(old, None)
         call.backwards[key] = prepared
+        call.newest = None, None
+    if extras is NO_EXTRAS and saved.dlse is call.newest[0] is None:
+        if q.device.type not in UNGUARDED:
+            entry = Entry()
+            entry.call = prepared
+            call.newest = guard_of(saved, entry), entry
     return prepared(saved, extras, between)
 
 

@@ -103,6 +103,27 @@ def find(
     return entry, None
 
 
+def needs_dispatcher(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether a call must go through torch's dispatcher: for a compiler, a dispatch mode, or a
+    tensor subclass.
+    """
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return True
+    for t in tensors:  # a loop costs half of any() over a generator
+        if type(t) not in PLAIN_TENSORS:
+            return True
+    return False
+
+
+def needs_grad(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether autograd will ask for a gradient of any of these."""
+    if torch.is_grad_enabled():
+        for t in tensors:
+            if t is not None and t.requires_grad:
+                return True
+    return False
+
+
 def has_lazy(tensors: Iterable[Tensor | None]) -> bool:
     """Whether torch has yet to negate one of the tensors, such as `z.conj().imag`: its memory has
     the opposite numbers. Complex tensors it conjugates likewise, which no call takes.

@@ -28,19 +28,27 @@ Tensor = torch.Tensor
 MAX_GUARDS = 4096
 
 
-# By what is quickly read of a call; the newest of a key. A guard returns the entry and the
-# addresses of the tensors that are not None, if these look so
-known_guards: dict[tuple, Callable[[Sequence[Any]], tuple[Any, list[int]] | None]] = {}
+# Returns the entry and the addresses of the tensors that are not None, if these look so
+Recall = Callable[[Sequence[Any]], tuple[Any, list[int]] | None]
+known_guards: dict[tuple, Recall] = {}  # by what is quickly read of a call; the newest of a key
 
 
 def remember(key: tuple, tensors: Sequence[Tensor | None], entry: Any) -> None:
     """An entry for tensors that are like these, where they are aligned."""
-    places = [n for n, x in enumerate(tensors) if x is not None]
-    present = [x for x in tensors if x is not None]
-    if TensorGuards is None or any(x.data_ptr() % ALIGNMENT for x in present):
+    recall = guard_of(tensors, entry)
+    if recall is None:
         return
     if len(known_guards) >= MAX_GUARDS:
         known_guards.clear()
+    known_guards[key] = recall
+
+
+def guard_of(tensors: Sequence[Tensor | None], entry: Any) -> Recall | None:
+    """The guard of an entry, for tensors of which as many are None."""
+    places = [n for n, x in enumerate(tensors) if x is not None]
+    present = [x for x in tensors if x is not None]
+    if TensorGuards is None or any(x.data_ptr() % ALIGNMENT for x in present):
+        return None
     # torch's guards refuse a tensor that comes twice, as cu_seqlens of queries and keys may
     first = {id(x): n for n, x in reversed([*enumerate(present)])}
     repeats = [(first[id(x)], n) for n, x in enumerate(present) if first[id(x)] != n]
@@ -64,4 +72,4 @@ def remember(key: tuple, tensors: Sequence[Tensor | None], entry: Any) -> None:
             return None
         return alive, addresses
 
-    known_guards[key] = recall
+    return recall
