@@ -26,8 +26,9 @@ PUBLIC = {
     "tilewise.scores": f"{SCORES} ScoreFunction",
     "tilewise.sparse": "BlockLists BlockMask create_block_mask",
     "tilewise.reference": "attention_reference merge_states",
-    "tilewise.distributed": """ContextParallel Layout Plan PullTimeout RankLost RankMismatch
-        attention context_parallel contiguous documents from_positions plan striped zigzag""",
+    "tilewise.distributed": """CacheShards ContextParallel Layout Plan PullTimeout RankLost
+        RankMismatch attention context_parallel contiguous documents from_positions plan striped
+        zigzag""",
     "tilewise.errors": "ArgumentError PerformanceWarning",
     "tilewise.testing": """SMEM_LIMIT TARGETS build emulate emulator_seed interpret
         interpreter_is_on interpreting repair stats use_emulator use_interpreter""",

@@ -6,6 +6,7 @@
 from typing import TYPE_CHECKING, Any
 
 from .api.attention import attention
+from .api.cache import CacheShards
 from .api.context import context_parallel
 from .api.plan import Plan, plan
 from .layouts.layout import Layout
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from .api.style import ContextParallel
 
 __all__ = [
+    "CacheShards",
     "ContextParallel",
     "Layout",
     "Plan",

@@ -31,7 +31,7 @@ from ..common.cached import Cached, lse_by_query
 from .cache_rows import CacheRows, Memory, Rows
 from .dense import of_heads
 from .row_products import dots, weighted_sums
-from .softmax import cap, finish_tile
+from .softmax import cap, finish_tile, fold_spans
 
 Tensor = torch.Tensor
 SPAN = 512  # keys of a softmax, unless a piece has fewer
@@ -97,8 +97,8 @@ def forward(cached: Cached, out: Tensor, lse: Tensor) -> None:
     of_rows = zip(lengths, all_queries, all_outs, all_lses)
     for row, (length, queries, outs, lses) in enumerate(of_rows):
         if queries.shape[0]:
-            sequence = _sequence(cached, row, length, queries.shape[0], lse.dtype)
-            for tile in _tiles(sequence, queries, dtype=lse.dtype):
+            sequence = open_sequence(cached, row, length, queries.shape[0], lse.dtype)
+            for tile in tiles_of(sequence, queries, dtype=lse.dtype):
                 _store(sequence, tile, state=_attend(sequence, tile, memory), outs=outs, lses=lses)
     if cu_seqlens_q is not None:  # rows of no sequence
         end = max(int(cu_seqlens_q[-1]), 0)
@@ -107,7 +107,8 @@ def forward(cached: Cached, out: Tensor, lse: Tensor) -> None:
             out[end:] = 0
 
 
-def _sequence(cached: Cached, row: int, length: int, seqlen_q: int, dtype) -> CachedSequence:
+def open_sequence(cached: Cached, row: int, length: int, seqlen_q: int, dtype) -> CachedSequence:
+    """A sequence, whose rows lie where they did."""
     nheads, nheads_k = cached.q.shape[-2], cached.k.shape[2]
     group = nheads // nheads_k
     diagonal, left = length - seqlen_q, cached.scalars.left
@@ -133,7 +134,7 @@ def _scale_of(scale: Tensor | None, row: int, length: int, dtype: torch.dtype) -
     return of_sequence(scale, row).to(dtype).view(-1, 1, 1)
 
 
-def _tiles(sequence: CachedSequence, queries: Tensor, dtype: torch.dtype) -> Iterator[TokenTile]:
+def tiles_of(sequence: CachedSequence, queries: Tensor, dtype: torch.dtype) -> Iterator[TokenTile]:
     """Tiles of queries (seqlen_q, nheads, headdim)."""
     seqlen_q, nheads, _ = queries.shape
     nheads_k, first = sequence.cached.k.shape[2], sequence.diagonal
@@ -163,10 +164,16 @@ def _store(
 
 def _attend(sequence: CachedSequence, tile: TokenTile, memory: Memory) -> SplitState:
     """The state of a tile after all keys."""
-    states = [_chunk(sequence, tile, chunk, memory) for chunk in _chunks(sequence, tile)]
-    if not states:
+    states = states_of(sequence, tile, memory)
+    if states is None:
         return empty_state(tile.q.new_zeros((*tile.q.shape[:2], sequence.cached.v.shape[3])))
-    return _fold(SplitState._make(map(torch.cat, zip(*states))))
+    return fold_spans(states)
+
+
+def states_of(sequence: CachedSequence, tile: TokenTile, memory: Memory) -> SplitState | None:
+    """The states of a tile after each span, (spans, nheads_k, rows, ...); None without keys."""
+    states = [_chunk(sequence, tile, chunk, memory) for chunk in _chunks(sequence, tile)]
+    return SplitState._make(map(torch.cat, zip(*states))) if states else None
 
 
 def _chunks(sequence: CachedSequence, tile: TokenTile) -> Iterator[Chunk]:
@@ -252,19 +259,6 @@ def _scales(sequence: CachedSequence, scale: Tensor | None, chunk: Chunk) -> Ten
     rows = gather(scale, sequence.cached.page_table, sequence.k.row, chunk.first, chunk.last)
     rows = rows.to(sequence.k.dtype).unflatten(0, (chunk.spans, chunk.n))
     return rows.transpose(1, 2).unsqueeze(2)
-
-
-def _fold(state: SplitState) -> SplitState:
-    """The states of spans (spans, nheads_k, rows, ...) as one."""
-    m_i = state.m_i.amax(0)
-    shift = m_i.clamp_min(torch.finfo(m_i.dtype).min)  # -inf: the row sees no key
-    spans, nheads_k, rows, _ = state.m_i.shape
-    weights = (state.m_i - shift).exp_().view(spans, -1).T.contiguous()
-    columns = torch.arange(weights.numel(), dtype=torch.int32, device="cpu")
-    columns = columns.view(spans, -1).T.contiguous()
-    x = torch.cat((state.acc_o, state.l_i), -1).flatten(0, 2)
-    sums = weighted_sums(weights, x, columns=columns).view(nheads_k, rows, -1)
-    return SplitState(sums[..., :-1], m_i, l_i=sums[..., -1:])
 
 
 def _modify(s: Tensor, sequence: CachedSequence, tile: TokenTile, chunk: Chunk) -> None:

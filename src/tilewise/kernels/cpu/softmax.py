@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from ...problem import Extras, Grads, Scalars
 from ...tile.split_kv import SplitState, finish, fold, key_without_value
+from .row_products import weighted_sums
 from .tiles import Chunk
 
 Tensor = torch.Tensor
@@ -51,6 +52,19 @@ def merge(out1: Tensor, lse1: Tensor, out2: Tensor, lse2: Tensor) -> tuple[Tenso
     """Two results over disjoint keys, where each row sees keys of both."""
     out = torch.lerp(out1.to(lse1.dtype), out2.to(lse2.dtype), share(lse2, lse1).unsqueeze(-1))
     return out.to(out1.dtype), log_add(lse1, lse2)
+
+
+def fold_spans(state: SplitState) -> SplitState:
+    """The states of spans (spans, nheads_k, rows, ...) as one."""
+    m_i = state.m_i.amax(0)
+    shift = m_i.clamp_min(torch.finfo(m_i.dtype).min)  # -inf: the row sees no key
+    spans, nheads_k, rows, _ = state.m_i.shape
+    weights = (state.m_i - shift).exp_().view(spans, -1).T.contiguous()
+    columns = torch.arange(weights.numel(), dtype=torch.int32, device="cpu")
+    columns = columns.view(spans, -1).T.contiguous()
+    x = torch.cat((state.acc_o, state.l_i), -1).flatten(0, 2)
+    sums = weighted_sums(weights, x, columns=columns).view(nheads_k, rows, -1)
+    return SplitState(sums[..., :-1], m_i, l_i=sums[..., -1:])
 
 
 # sinks

@@ -1,0 +1,168 @@
+"""A cache over the ranks of a group: appended by the owner of a position, and read by all of them,
+with the bits of one process where pieces are asked for, else within the error budget.
+"""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.caches import INT32, contiguous, sequences
+from helpers.processes import run
+
+import tilewise
+import tilewise.distributed as td
+from tilewise.testing.tolerance import assert_within
+
+if not dist.is_available() or not dist.is_gloo_available():
+    pytest.skip("gloo is not here", allow_module_level=True)
+
+PIECE, PAGE = 16, 8
+# Lengths of sequences, queries, and arguments; fewer keys than ranks have pieces, and none
+CASES = {
+    "one query": ((70, 5, 0, 33), 1, dict(causal=True)),
+    "several queries": ((70, 9, 4, 33), 4, dict(causal=True)),
+    "sinks": ((70, 5, 0, 129), 2, dict(causal=True, sinks=True)),
+    "a window": ((200, 5, 33, 64), 3, dict(window=(20, 0))),
+    "both sides": ((90, 17, 33, 64), 3, dict(window=(25, 1), softcap=3.0, scale=0.4)),
+    "full": ((90, 17, 33, 16), 3, dict()),
+    "one head": ((90, 17, 33, 16), 2, dict(causal=True, heads=(4, 1))),
+    "spans": ((1700, 900), 2, dict(causal=True, piece=1040)),  # of 512 keys, and one of 16
+    "fp16": ((200, 5, 33, 64), 3, dict(causal=True, dtype=torch.float16)),
+}
+
+
+def made(name):
+    """The sequences of a case, and its arguments."""
+    lengths, queries, asked = CASES[name]
+    asked = dict(asked)
+    piece = asked.pop("piece", PIECE)
+    heads, dtype = asked.pop("heads", (4, 2)), asked.pop("dtype", torch.float32)
+    s = sequences([queries] * len(lengths), lengths, heads, (16, 24), dtype)
+    if asked.get("sinks"):
+        asked["sinks"] = torch.randn(heads[0])
+    return s, torch.stack(s.q), asked, piece
+
+
+def shuffled(shards, lengths, seed):
+    """A table of pages in any order for a rank's keys, and how many there are; NaN else."""
+    counts = [-(-int(n) // PAGE) for n in shards.lengths(lengths)]
+    order = torch.randperm(sum(counts) + 2, generator=torch.Generator().manual_seed(seed)).tolist()
+    table = torch.full((len(counts), max(counts, default=0) + 1), -1, dtype=INT32)
+    for b, n in enumerate(counts):
+        for i in range(n):
+            table[b, i] = order.pop()
+    return table, sum(counts) + 2
+
+
+def filled(shards, s, chunks=3):
+    """A rank's pages, to which all keys were appended in some chunks of the whole sequences."""
+    table, pages = shuffled(shards, s.lengths, shards.rank)
+    k_cache, v_cache = (x[0].new_full((pages, PAGE, *x[0].shape[1:]), float("nan")) for x in s[1:])
+    k, v = contiguous(s.k, fill=0.0), contiguous(s.v, fill=0.0)
+    for row, n in enumerate(s.lengths.tolist()):
+        ends = [0, *((n - 1) * (i + 1) // chunks for i in range(chunks))]
+        for a, b in itertools.pairwise(ends):
+            if a < b:
+                new = [x[row : row + 1, a:b] for x in (k, v)]
+                used, one = torch.tensor([b], dtype=INT32), table[row : row + 1]
+                shards.append(k_cache, v_cache, *new, seqused_k=used, page_table=one)
+    # The last key of all, or none of a sequence without keys
+    place = (s.lengths.long() - 1).clamp(min=0).view(-1, 1, 1, 1)
+    last = [x.gather(1, place.expand(-1, 1, *x.shape[2:])) for x in (k, v)]
+    shards.append(k_cache, v_cache, *last, seqused_k=s.lengths, page_table=table)
+    return k_cache, v_cache, table
+
+
+def compare(rank, names):
+    for name in names:
+        s, q, asked, piece = made(name)
+        shards = td.CacheShards(piece)
+        k_cache, v_cache, table = filled(shards, s)
+        whole = [contiguous(x, fill=0.0) for x in (s.k, s.v)]
+        plain = dict(seqused_k=s.lengths, return_lse=True, **asked)
+        here = dict(plain, page_table=table)
+        for size in (piece, piece // 2, piece - 3):
+            if piece % size:
+                with pytest.raises(tilewise.ArgumentError, match="whole pieces"):
+                    shards.attention(q, k_cache, v_cache, split_size=size, **here)
+                continue
+            expected = tilewise.attention(q, *whole, split_size=size, **plain)
+            found = shards.attention(q, k_cache, v_cache, split_size=size, **here)
+            for x, y in zip(found, expected):
+                assert torch.equal(x, y), f"{name}: other bits with pieces of {size}"
+        found = shards.attention(q, k_cache, v_cache, **here)
+        again = shards.attention(q, k_cache, v_cache, **here)
+        for x, y in zip(found, again):
+            assert torch.equal(x, y), f"{name}: other bits in another run"
+        plainly = tilewise.attention_reference(q, *whole, **plain, upcast=False)
+        exact = [x.double() for x in (q, *whole)]
+        oracle = tilewise.attention_reference(*exact, **plain)
+        for x, y, z in zip(found, oracle, plainly):
+            assert_within(x, y, z.to(x.dtype), name)
+
+
+@pytest.mark.parametrize("ranks, names", [(3, ("several queries", "sinks", "a window"))])
+def test_attention_is_that_of_one_process(ranks, names):
+    run(compare, ranks, names)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_every_case(ranks):
+    run(compare, ranks, tuple(CASES))
+
+
+def test_lengths_are_those_of_whole_pieces():
+    lengths = torch.tensor([0, 1, 16, 17, 40, 100], dtype=INT32)
+    by_rank = [td.CacheShards(16, 3).lengths(lengths, rank) for rank in range(3)]
+    for rank, found in enumerate(by_rank):
+        owned = [sum(i // 16 % 3 == rank for i in range(n)) for n in lengths.tolist()]
+        assert found.tolist() == owned and found.dtype == INT32
+
+
+def test_what_is_wrong_is_named():
+    shards = td.CacheShards(16, 1)
+    q, k = torch.randn(1, 2, 2, 8), torch.randn(2, 8, 2, 8)
+    used, table = torch.tensor([9], dtype=INT32), torch.tensor([[1]], dtype=INT32)
+    where = dict(seqused_k=used - 1, page_table=table)
+    with pytest.raises(tilewise.ArgumentError, match="pages of 12 keys"):
+        shards.attention(q, torch.randn(2, 12, 2, 8), k, **where)
+    with pytest.raises(tilewise.ArgumentError, match="'top_left'"):
+        shards.attention(q, k, k, **where, causal="top_left")
+    with pytest.raises(NotImplementedError, match="alibi_slopes"):
+        shards.attention(q, k, k, **where, alibi_slopes=torch.ones(2))
+    with pytest.raises(tilewise.ArgumentError, match="processes"):
+        td.CacheShards(16, 2).attention(q, k, k, **where)
+    new = torch.randn(1, 2, 2, 8)
+    shards.append(k, k.clone(), new[:, 1:], new[:, 1:], **where)
+    assert torch.equal(k[1, 7], new[0, 1])
+    with pytest.raises(tilewise.ArgumentError, match="the cache has 16 rows"):
+        shards.append(k, k.clone(), new, new, seqused_k=used, page_table=table)
+    with pytest.raises(tilewise.ArgumentError, match="piece"):
+        td.CacheShards(0, 1)
+
+
+def cached_in_eight_bits(rank):
+    """Scales of tensors, heads and sequences, and those that each new row gets."""
+    s = sequences([2, 2], [40, 9], (4, 2), (16, 16), torch.bfloat16)
+    shards, q = td.CacheShards(PIECE), torch.stack(s.q)
+    k, v = contiguous(s.k, fill=0.0), contiguous(s.v, fill=0.0)
+    heads = torch.rand(2) + 0.01, torch.rand(2, 2) + 0.01
+    table = torch.tensor([[3, 0, 5, 1, 2, 4], [9, 8, 7, 6, 11, 10]], dtype=INT32)
+    for descales in (heads, (torch.zeros(12, PAGE, 2), torch.zeros(12, PAGE, 2))):
+        outs = []
+        for cache in (td.CacheShards(PIECE, 1), shards):
+            k_cache, v_cache = torch.zeros(2, 12, PAGE, 2, 16, dtype=torch.int8)
+            scales = dict(zip(("k_descale", "v_descale"), (x.clone() for x in descales)))
+            where = dict(page_table=table, **scales)
+            full = torch.tensor([40, 40], dtype=INT32)
+            cache.append(k_cache, v_cache, k, v, seqused_k=full, **where)
+            options = dict(where, seqused_k=s.lengths, causal=True, split_size=PIECE)
+            outs.append(cache.attention(q, k_cache, v_cache, **options))
+        assert torch.equal(*outs)
+
+
+@pytest.mark.slow
+def test_caches_of_eight_bits():
+    run(cached_in_eight_bits, 2)
