@@ -14,6 +14,7 @@ from helpers.shards import FEATURES, NAMES, OF_HEADS, Case, deals, merges
 from helpers.tiers import sample, sample_rows
 
 import tilewise.distributed as td
+from tilewise.distributed.methods import heads, stream
 from tilewise.distributed.transport.arena import arena_of
 
 if not dist.is_available() or not dist.is_gloo_available():
@@ -57,7 +58,9 @@ def positions_of(layout):
 
 
 def features(rank, nodes, part, parts):
-    """Every feature by every method that serves it."""
+    """Every feature by every method that serves it, by groups of heads, too."""
+    if part % 2:
+        stream.LEAST_ROWS = heads.LEAST_ROWS = 1
     torch.use_deterministic_algorithms(True)  # fills new memory with NaN
     pair, n = Pair(rank, nodes), len(nodes)
     for i, (name, asked) in enumerate((FEATURES | OF_HEADS).items()):
@@ -75,14 +78,15 @@ def features(rank, nodes, part, parts):
             pair.compare(case, next(made), f"{what}, ring", **ring)
         if name not in OF_HEADS:
             of_heads = Case(2 * n, n, **asked)
-            heads = dict(method="heads", deterministic=True)
-            pair.compare(of_heads, next(made), f"{what}, heads", **heads)
+            by_heads = dict(method="heads", deterministic=True)
+            pair.compare(of_heads, next(made), f"{what}, heads", **by_heads)
     pair.check()
 
 
 def on_device(rank, nodes):
     """The arena of GPUs, with its barriers and sums in the interpreter."""
     torch.use_deterministic_algorithms(True)
+    stream.LEAST_ROWS = 1
     pair, n = Pair(rank, nodes), len(nodes)
     with elsewhere(nodes, rank):
         device_arena(pair.several)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 from collections.abc import Sequence
 
 import torch
@@ -32,11 +34,13 @@ def pull_keys(
     *,
     signature: str,
     reads_all: bool,
+    groups: tuple[range, ...],
     packing: packed_runs.Packing | None = None,
-) -> rows.PulledKeys:
-    """Pulls keys and values of the whole sequence; or those of each run, as they are packed. This
-    rank's are there; others arrive. Those that no query here sees are 0, if they are read: all of
-    them (`reads_all`), or the first ones of a kernel's blocks.
+) -> list[rows.PulledKeys]:
+    """Pulls keys and values of the whole sequence; or those of each run, as they are packed; of
+    each group of heads. This rank's are there; others arrive, between nodes group by group. Those
+    that no query here sees are 0, if they are read: all of them (`reads_all`), or the first ones of
+    a kernel's blocks.
     """
     layout, band, (batch, _, nheads_k, _) = spec.layout, spec.band, k.shape
     tensors = in_rows(k), in_rows(v)
@@ -51,6 +55,7 @@ def pull_keys(
         hidden = [(row, first) for row, first in zip(begins, firsts) if row < first]
     if len(pulls) > FEW_LISTS:
         pulls = (tuple(x for part in pulls for x in part),)
+    dealt = (range(nheads_k),) if arena.nodes is None else groups
     copies = keys_to_queries(
         layout,
         pulls,
@@ -58,22 +63,41 @@ def pull_keys(
         kinds=tuple(map(kind_of, tensors)),
         sources=places_of(tensors),
         batch=batch,
-        groups=(range(nheads_k),),
+        groups=dealt,
         band=band,
         nodes=arena.nodes,
     )
     memory = [x.new_empty((batch, tokens, *x.shape[2:])) for x in tensors]
-    for start, stop in hidden:
-        for x in memory:
+    views = [[heads_of(x, group) for x in memory] for group in dealt]
+    for (start, stop), of_group in itertools.product(hidden, views):
+        for x in of_group:
             x[:, start:stop] = 0
     publish_copies(arena, copies, signature=signature, sources=tensors, targets=memory)
     marks = arena.pull(copies.pieces, memory, traffic=copies.traffic)
-    if len(pulls) == 1:
-        marks = [x for x in marks for _ in layout.spans]
-    keys, values = memory
-    return rows.PulledKeys(
-        keys, values, arena=arena, marks=tuple(marks), is_packed=packing is not None
-    )
+    parts = []
+    for number, (keys, values) in enumerate(views):
+        of_spans = tuple(marks[len(pulls) * number :][: len(pulls)])
+        if len(pulls) == 1:
+            of_spans *= len(layout.spans)
+        is_packed = packing is not None
+        parts.append(
+            rows.PulledKeys(keys, values, arena=arena, marks=of_spans, is_packed=is_packed)
+        )
+    if len(parts) == len(groups):
+        return parts
+    (whole,) = parts
+    heads = [slice(x.start, x.stop) for x in groups]
+    return [whole._replace(k=whole.k[:, :, x], v=whole.v[:, :, x]) for x in heads]
+
+
+def heads_of(x: Tensor, group: range) -> Tensor:
+    """Views a group of the heads in memory for (batch, tokens, heads, headdim), in which groups
+    lie end to end, each dense.
+    """
+    if len(group) == x.shape[2]:
+        return x
+    shape = *x.shape[:2], len(group), x.shape[3]
+    return x.view(-1)[group.start * x[:, :, 0].numel() :][: math.prod(shape)].view(shape)
 
 
 @functools.lru_cache(maxsize=256)

@@ -22,6 +22,8 @@ from .sums import Sums
 
 Tensor = torch.Tensor
 MOST_BYTES = 1 << 31  # of a rank's parts of the gradients of all keys, of the heads of a group
+MOST_GROUPS = 4  # of heads, whose keys come from other nodes one after another
+LEAST_ROWS = 1 << 16  # of query heads in such a group: 512 tiles of 128, four for each SM
 
 
 def supports(spec: ShardCall, nheads: int, nheads_k: int) -> str | None:
@@ -53,10 +55,19 @@ def _attend(
     is_placed = spec.is_modified or (spec.bitwise and backend is None)
     signature = f"attention (stream): {spec.signature}"
     reads_all = is_placed or packed_runs.reads_between(spec, q)
-    pulled = pull_keys(arena, spec, k=k, v=v, signature=signature, reads_all=reads_all)
-    if is_placed:
-        return placed.attend(spec, q, pulled=pulled)
-    return by_runs(spec, q).attend(spec._replace(backend=backend), q, pulled=pulled)
+    groups = groups_of(arena, spec, q, k=k, v=v)
+    pulled = pull_keys(
+        arena, spec, k=k, v=v, signature=signature, reads_all=reads_all, groups=groups
+    )
+    module = placed if is_placed else by_runs(spec, q)
+    spec = spec if is_placed else spec._replace(backend=backend)
+    if len(groups) == 1:
+        return module.attend(spec, q, pulled=pulled[0])
+    results = []
+    for group, keys in zip(groups, pulled):
+        heads = query_heads(group, nheads=q.shape[2], nheads_k=k.shape[2])
+        results.append(module.attend(spec.of_heads(heads), q[:, :, heads], pulled=keys))
+    return torch.cat([out for out, _ in results], 2), torch.cat([lse for _, lse in results], 1)
 
 
 def backward(arena: Arena, spec: ShardCall, saved: Saved) -> Grads:
@@ -69,18 +80,24 @@ def backward(arena: Arena, spec: ShardCall, saved: Saved) -> Grads:
     reads_all = packing is None and packed_runs.reads_between(spec, q)
     if spec.is_modified:
         module, reads_all = placed, True
+    groups = groups_of(arena, spec, q, k=k, v=v, parts_in=saved.lse.dtype)
     pulled = pull_keys(
-        arena, spec, k=k, v=v, signature=signature, reads_all=reads_all, packing=packing
+        arena,
+        spec,
+        k=k,
+        v=v,
+        signature=signature,
+        reads_all=reads_all,
+        groups=groups,
+        packing=packing,
     )
     dout = torch.zeros_like(out) if saved.dout is None else saved.dout
     dout, q, out = (x.to(exact) for x in (dout, q, out))
-    if exact != dtype:
-        pulled.arrive_all()
-        pulled = pulled._replace(k=pulled.k.to(exact), v=pulled.v.to(exact))
     query_grads, key_grads = [], []
-    for group in _groups(spec, saved):
-        heads = slice(group.start, group.stop)
-        keys = pulled._replace(k=pulled.k[:, :, heads], v=pulled.v[:, :, heads])
+    for group, keys in zip(groups, pulled):
+        if exact != dtype:
+            keys.arrive_all()
+            keys = keys._replace(k=keys.k.to(exact), v=keys.v.to(exact))
         part = saved._replace(dout=dout, q=q, out=out)
         of_group, part = _of_heads(spec, part, group=group, nheads_k=k.shape[2])
         part = part._replace(k=keys.k, v=keys.v)
@@ -93,17 +110,39 @@ def backward(arena: Arena, spec: ShardCall, saved: Saved) -> Grads:
     return grads
 
 
-def _groups(spec: ShardCall, saved: Saved) -> list[range]:
-    """Returns key heads that are computed together: parts for all keys take up to MOST_BYTES."""
-    nheads_k = saved.k.shape[2]
-    keys = saved.k.shape[0] * spec.layout.seqlen * nheads_k
-    nbytes = keys * (saved.k.shape[3] + saved.v.shape[3]) * saved.lse.itemsize
-    count = 1
-    if not spec.uses_head_index:
-        fitting = (n for n in range(1, nheads_k) if nheads_k % n == 0 and nbytes <= n * MOST_BYTES)
-        count = next(fitting, nheads_k)
-    heads = nheads_k // count
-    return [range(i * heads, (i + 1) * heads) for i in range(count)]
+def groups_of(
+    arena: Arena,
+    spec: ShardCall,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    parts_in: torch.dtype | None = None,
+) -> tuple[range, ...]:
+    """Returns key heads that are computed together: parts for all keys, in a dtype if there are
+    any, take up to MOST_BYTES. Between nodes keys of a group arrive as the one before is computed.
+    """
+    layout, nheads_k = spec.layout, k.shape[2]
+    nbytes, least = 0, 1
+    if parts_in is not None:
+        keys = k.shape[0] * layout.seqlen * nheads_k
+        nbytes = keys * (k.shape[3] + v.shape[3]) * parts_in.itemsize
+    if spec.uses_head_index or (arena.nodes is None and nbytes <= MOST_BYTES):
+        return (range(nheads_k),)
+    counts = [n for n in range(1, nheads_k + 1) if nheads_k % n == 0]
+    if arena.nodes is not None:
+        of_head = q.shape[0] * (layout.seqlen // layout.ranks) * (q.shape[2] // nheads_k)
+        most = min(MOST_GROUPS, nheads_k * of_head // LEAST_ROWS)
+        least = max([1, *(n for n in counts if n <= most)])
+    fitting = (n for n in counts if n >= least and nbytes <= n * MOST_BYTES)
+    heads = nheads_k // next(fitting, nheads_k)
+    return tuple(range(first, first + heads) for first in range(0, nheads_k, heads))
+
+
+def query_heads(group: range, *, nheads: int, nheads_k: int) -> slice:
+    """Returns the query heads of a group of key heads."""
+    ratio = nheads // nheads_k
+    return slice(group.start * ratio, group.stop * ratio)
 
 
 def _of_heads(
@@ -112,8 +151,7 @@ def _of_heads(
     """Returns the call of a group's query heads."""
     if len(group) == nheads_k:
         return spec, saved
-    ratio = saved.q.shape[2] // nheads_k
-    heads = slice(group.start * ratio, group.stop * ratio)
+    heads = query_heads(group, nheads=saved.q.shape[2], nheads_k=nheads_k)
     part = map_saved(
         saved, queries=lambda x: x[:, :, heads], lse=lambda x, _: x[:, heads].contiguous()
     )
