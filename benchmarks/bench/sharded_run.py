@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+import tilewise.distributed as td
 from tilewise.distributed.transport.arena import arena_of
 from tilewise.distributed.transport.halves import Arena
 
@@ -92,7 +93,8 @@ def run_case(of: Sharded, timing: Timing, common: Stamp) -> list[Outcome[Sharded
     outcomes = []
     for name, x in ready.items():
         if isinstance(x, Ready):
-            spread = ratio([of.ranks * t for t in times[name]], times[ONE])
+            ideal = [max(t / of.ranks, x.extra.get("network_ms", 0.0)) for t in times[ONE]]
+            spread = ratio(times[name], ideal)
             share = 1 if name == ONE else of.ranks  # of the FLOPs, on each GPU
             extra = x.extra if name == ONE else {**x.extra, "of_ideal": spread.median}
             if name in host:
@@ -133,7 +135,7 @@ def prepared(
         equal = [torch.equal(x, found.layout.shard(y)) for x, y in pairs]
         del results, pairs
         wrong = "" if verdict.passes else f"rank {dist.get_rank()}: {verdict.what}"
-        extra = dict(peak(of, found.call, mine, name), equal=equal)
+        extra = dict(peak(of, found.call, mine, name, found.layout), equal=equal)
     except Exception as error:
         reason = reason_of(error)
     if reasons := [x for x in agreed(reason) if x]:
@@ -150,15 +152,15 @@ def prepared(
     return Ready(caller(of, found.call, mine), worst, together)
 
 
-def peak(of: Sharded, call: Any, mine: Inputs, name: str) -> dict[str, Any]:
+def peak(of: Sharded, call: Any, mine: Inputs, name: str, layout: td.Layout) -> dict[str, Any]:
     """Bytes of one call: the most that torch's allocator held beside the inputs, and of our methods
-    what was pulled and what the arena has.
+    what was pulled, what the arena has, and what came from other nodes, with NCCL's time for it.
     """
     device = mine.q.device
     arena: Arena | None = None
     if name in OURS and of.ranks > 1:
-        arena = arena_of(dist.group.WORLD, device)
-    pulled = 0 if arena is None else arena.pulled
+        arena = arena_of(layout.group, device)
+    pulled, received = (0, 0) if arena is None else (arena.pulled, arena.received)
     held = 0
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -171,7 +173,31 @@ def peak(of: Sharded, call: Any, mine: Inputs, name: str) -> dict[str, Any]:
         found["peak_bytes"] = torch.cuda.max_memory_allocated() - held
     if arena is not None:
         found |= {"pulled_bytes": arena.pulled - pulled, "arena_bytes": 2 * arena.room}
+        if arena.nodes is not None:
+            each = slowest([arena.received - received])
+            found |= {
+                "received_bytes": each[0],
+                "network_ms": network_ms(each[0], layout.group, device),
+            }
     return found
+
+
+def network_ms(nbytes: float, group: Any, device: torch.device) -> float:
+    """Milliseconds in which all ranks send so many bytes to the next one, the median."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    sent, received = torch.zeros(2, int(nbytes), dtype=torch.uint8, device=device).unbind(0)
+
+    def exchange() -> None:
+        ops = [
+            dist.P2POp(dist.isend, sent, group=group, group_peer=(rank + 1) % ranks),
+            dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % ranks),
+        ]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+
+    exchange()
+    times = [clock(exchange, 2, device.type) for _ in range(5)]
+    return Spread.of(slowest(times)).median
 
 
 def caller(of: Sharded, call: Any, tensors: Inputs) -> Callable[[], object]:

@@ -1,6 +1,7 @@
 """Sides that compute one sequence over several processes: our methods, and what others do.
 
 - tilewise:heads, tilewise:stream, tilewise:ring: `tilewise.distributed`.
+- tilewise:nodes: its stream, each GPU as a node of its own, which shares no memory with others.
 - ring-flash-attn: that package's own files, as `ring_flash_attn` says.
 - torch-cp: torch's context_parallel with cuDNN, keys and values repeated for all query heads.
 """
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
 
 import tilewise.distributed as td
 
@@ -20,12 +22,16 @@ from .peers import Absent
 from .sharded import Sharded, Side
 
 Tensor = torch.Tensor
-OURS = ("tilewise:heads", "tilewise:stream", "tilewise:ring")
+NODES = "tilewise:nodes"
+OURS = ("tilewise:heads", "tilewise:stream", "tilewise:ring", NODES)
 PEERS = (*ring_flash_attn.NAMES, "torch-cp")
 
 
 def side(name: str, of: Sharded, device: str, stack: contextlib.ExitStack) -> Side:
     """A side by name; Absent where it cannot compute this. What it must undo goes on the stack."""
+    if name == NODES:
+        mesh = init_device_mesh(device.partition(":")[0], (of.ranks, 1))
+        return _ours("stream", of, mesh)
     if name in OURS:
         return _ours(name.removeprefix("tilewise:"), of)
     if name in ring_flash_attn.NAMES:
@@ -35,17 +41,17 @@ def side(name: str, of: Sharded, device: str, stack: contextlib.ExitStack) -> Si
     raise KeyError(f"{name!r} is none of {', '.join((*OURS, *PEERS))}")
 
 
-def layout_of(of: Sharded, method: str) -> td.Layout:
+def layout_of(of: Sharded, method: str, group: Any = None) -> td.Layout:
     """The layout that suits a method."""
     starts = of.starts
     if method == "heads" or of.window or not of.causal:
-        found = td.contiguous(of.seqlen)
+        found = td.contiguous(of.seqlen, group)
         return found if starts is None else found.packed(starts)
-    return td.zigzag(of.seqlen) if starts is None else td.documents(starts)
+    return td.zigzag(of.seqlen, group) if starts is None else td.documents(starts, group)
 
 
-def _ours(method: str, of: Sharded) -> Side:
-    layout = layout_of(of, method)
+def _ours(method: str, of: Sharded, group: Any = None) -> Side:
+    layout = layout_of(of, method, group)
     more: Any = dict(bitwise=False) if method == "ring" else {}
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Any:
@@ -61,7 +67,6 @@ def _torch(of: Sharded, device: str, stack: contextlib.ExitStack) -> Side:
         raise Absent("whole causal sequences of even shards alone")
     if not device.startswith("cuda"):
         raise Absent("cuDNN is on GPUs")
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental import context_parallel
     from torch.nn.attention import SDPBackend, sdpa_kernel
 

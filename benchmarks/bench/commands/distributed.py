@@ -35,7 +35,7 @@ def _peers() -> tuple[str, ...]:
 @click.option("--dtype", type=click.Choice(list(DTYPES)), help="[default: bf16; on a CPU fp32]")
 @click.option(
     "--methods",
-    type=NameList(lambda: ("heads", "stream", "ring"), may_be_empty=False),
+    type=NameList(lambda: ("heads", "stream", "ring", "nodes"), may_be_empty=False),
     default="heads,stream",
     show_default=True,
 )
@@ -55,6 +55,9 @@ def distributed(
     slowest rank. "of ideal" is one process's time for the whole sequence, measured in the same
     rounds on all ranks at once, divided by the number of ranks times this time. Each result is
     checked against fp64 first; "same bits" names results bitwise equal to one process's.
+
+    The method "nodes" is stream with each rank as a node of its own, between which keys travel by
+    NCCL or gloo; its ideal is no shorter than such a transfer takes alone.
 
     --documents splits the sequence into packed documents with Zipf lengths: proportional to
     1 / rank, in the same order in every run.

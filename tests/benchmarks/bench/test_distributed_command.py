@@ -35,7 +35,7 @@ def test_rows_of_two_processes(tmp_path):
     path = tmp_path / "rows.jsonl"
     done = invoke(
         *("--rounds", "2", "--round-ms", "1", "--tokens", "48", "--save", str(path), "--json"),
-        *("--methods", "heads,stream,ring"),
+        *("--methods", "heads,stream,ring,nodes"),
     )
     assert done.exit_code == 0, done.output
     rows = load(path)
@@ -43,7 +43,7 @@ def test_rows_of_two_processes(tmp_path):
         row.provider for row in rows
     ]
     by_name = {(row.provider, row.shape["direction"]): row for row in rows}
-    sides = ["one process", "tilewise:heads", "tilewise:stream", "tilewise:ring"]
+    sides = ["one process", *(f"tilewise:{x}" for x in ("heads", "stream", "ring", "nodes"))]
     has_ring = importlib.util.find_spec("ring_flash_attn") is not None
     assert [row.provider for row in rows if row.provider != "ring-flash-attn"] == 2 * sides
     assert has_ring == any(row.provider == "ring-flash-attn" for row in rows)
@@ -52,14 +52,18 @@ def test_rows_of_two_processes(tmp_path):
         for name in sides[1:]:
             row = by_name[name, direction]
             assert row.run == one.run and len(row.rounds_ms) == 2
+            network = row.extra.get("network_ms", 0.0)
+            assert (network > 0) == (name == "tilewise:nodes")
             assert row.extra["of_ideal"] == pytest.approx(
-                sum(a / (2 * b) for a, b in zip(one.rounds_ms, row.rounds_ms)) / 2
+                sum(max(a / 2, network) / b for a, b in zip(one.rounds_ms, row.rounds_ms)) / 2
             )
             assert row.max_error <= row.bound
             assert row.extra["pulled_bytes"] > 0 and row.extra["arena_bytes"] >= 2 << 16
     heads = by_name["tilewise:heads", "fwd+bwd"]
     assert heads.extra["equal_to_one"] == ["out", "dq", "dk", "dv"]
-    assert "out" in by_name["tilewise:stream", "fwd"].extra["equal_to_one"]
+    stream, nodes = (by_name[f"tilewise:{x}", "fwd"] for x in ("stream", "nodes"))
+    assert "out" in stream.extra["equal_to_one"] and "out" in nodes.extra["equal_to_one"]
+    assert nodes.extra["received_bytes"] == stream.extra["pulled_bytes"]
     assert "torch-cp         not here: cuDNN is on GPUs" in done.stderr
 
 

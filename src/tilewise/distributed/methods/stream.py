@@ -93,7 +93,7 @@ def backward(arena: Arena, spec: ShardCall, saved: Saved) -> Grads:
     )
     dout = torch.zeros_like(out) if saved.dout is None else saved.dout
     dout, q, out = (x.to(exact) for x in (dout, q, out))
-    query_grads, key_grads = [], []
+    query_grads, key_grads, added = [], [], None
     for group, keys in zip(groups, pulled):
         if exact != dtype:
             keys.arrive_all()
@@ -103,7 +103,15 @@ def backward(arena: Arena, spec: ShardCall, saved: Saved) -> Grads:
         part = part._replace(k=keys.k, v=keys.v)
         sums = Sums(arena, spec, signature=f"the sums of {signature}", dtype=dtype)
         query_grads.append(module.gradients(of_group, part, pulled=keys, add_key_grads=sums.begin))
-        key_grads.append(sums.finish())
+        sums.add_all()
+        if arena.nodes is None:  # groups are to save memory: parts go at once
+            key_grads.append(sums.finish())
+            continue
+        if added is not None:
+            key_grads.append(added.finish())
+        added = sums  # its last parts come from other nodes as the next group is computed
+    if added is not None:
+        key_grads.append(added.finish())
     dk, dv = (x[0] if len(x) == 1 else torch.cat(x, 2) for x in zip(*key_grads))
     grads = joined(query_grads).with_keys(dk, dv, extras=spec.extras)
     arena.settle(grads[:INPUTS])

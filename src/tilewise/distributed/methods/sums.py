@@ -58,11 +58,15 @@ class Sums:
         self._publish()
         self._add()
 
+    def add_all(self) -> None:
+        """Begins all sums that are left."""
+        while self.number < len(self.tables.slices):
+            self._add()
+
     def finish(self) -> tuple[Tensor, Tensor]:
         """Returns the gradients of this rank's keys and values."""
+        self.add_all()
         tables = self.tables
-        while self.number < len(tables.slices):
-            self._add()
         for part, total in zip(self.parts, self.totals):
             self.arena.add_runs(part, tables.private_places, targets=tables.private, total=total)
         if tables.slices:
