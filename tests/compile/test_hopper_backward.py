@@ -23,8 +23,8 @@ pytestmark = pytest.mark.compile
 # Tall blocks of headdim 64 spill what the loop does not need; softcap's derivative takes 32
 # registers that headdim 128 does not have.
 IS_MEASURED = triton.__version__.startswith("3.6.")
-SPILLS = {64: 52, 128: 12, 256: 80}
-PACKED_SPILLS = {64: 28, 128: 12, 256: 32}
+SPILLS = {64: 52, 128: 12, 192: 40, 256: 80}
+PACKED_SPILLS = {64: 28, 128: 12, 192: 12, 256: 32}
 SOFTCAP_SPILLS = 330
 
 # With modifiers, at headdim 64, 128 and 256. A derivative takes the registers that softcap's does,
@@ -78,7 +78,8 @@ def launches_of(
     batch = 1 if sequences else 2
     q = torch.empty(batch, 4096, 4, headdim, dtype=dtype)
     k = torch.empty(batch, 4096, nheads_k, headdim, dtype=dtype)
-    v = torch.empty(batch, 4096, nheads_k, headdim_v or headdim, dtype=dtype)
+    headdim_v = headdim_v or min(headdim, 128 if headdim == 192 else 256)
+    v = torch.empty(batch, 4096, nheads_k, headdim_v, dtype=dtype)
     out, lse = torch.empty(batch, 4096, 4, v.shape[-1], dtype=dtype), torch.empty(batch, 4, 4096)
     # A part of a tensor, as of flash-attn's callers, lies at no multiple of 16 bytes
     starts = torch.empty(sequences + 2, dtype=torch.int32)[1:] if sequences else None
@@ -137,7 +138,7 @@ def compiled_stats(*headdims, most=None, **features):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("headdim", [64, 128, 256])
+@pytest.mark.parametrize("headdim", [64, 128, 192, 256])
 @pytest.mark.parametrize("causal", [False, True])
 def test_plain(headdim, causal):
     compiled_stats(headdim, causal=causal)
@@ -148,7 +149,7 @@ def test_ordered_accumulation():
     compiled_stats(128, causal=True, deterministic=True)
 
 
-@pytest.mark.parametrize("headdim", sample([64, 128, 256], 64))
+@pytest.mark.parametrize("headdim", sample([64, 128, 192, 256], 64))
 @pytest.mark.parametrize("causal", sample([False, True], True))
 def test_packed_sequences(headdim, causal):
     """The loop is that of a batch, and no registers go to what ragged lengths need."""
@@ -158,7 +159,7 @@ def test_packed_sequences(headdim, causal):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("headdim", [64, 128])
+@pytest.mark.parametrize("headdim", [64, 128, 192])
 @pytest.mark.parametrize("features", [{}, dict(causal=True), dict(sequences=8)])
 def test_gradients_of_keys_in_fp32(headdim, features):
     """They take no registers and no shared memory more."""
@@ -200,14 +201,14 @@ def test_modifiers_together(headdim):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("headdim", [64, 128, 256])
+@pytest.mark.parametrize("headdim", [64, 128, 192, 256])
 @pytest.mark.parametrize("name", FEATURES)
 def test_features(name, headdim):
     compiled_stats(headdim, **FEATURES[name])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("headdim", [64, 128, 256])
+@pytest.mark.parametrize("headdim", [64, 128, 192, 256])
 @pytest.mark.parametrize("name", FEATURES)
 @pytest.mark.parametrize("used", [False, True], ids=["whole", "used"])
 def test_features_of_packed_sequences(name, headdim, used):
@@ -215,7 +216,7 @@ def test_features_of_packed_sequences(name, headdim, used):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("headdim", [64, 128, 256])
+@pytest.mark.parametrize("headdim", [64, 128, 192, 256])
 @pytest.mark.parametrize("causal", [False, True])
 def test_used_keys(headdim, causal):
     compiled_stats(headdim, causal=causal, used=True)
@@ -223,7 +224,7 @@ def test_used_keys(headdim, causal):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "headdims", [(72, 72), (192, 128), (64, 256), (40, 40), (100, 33)], ids=str
+    "headdims", [(72, 72), (136, 40), (192, 192), (64, 256), (40, 40), (100, 33)], ids=str
 )
 def test_padded_headdims(headdims):
     compiled_stats(*headdims)

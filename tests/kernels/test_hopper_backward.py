@@ -28,6 +28,11 @@ VARIANTS = {
     "no-registers-left": Case("e", Sizes(1, 200, 150, 2, 2, 64), Features(softcap=3.0)),
     "wide": Case("f", Sizes(1, 130, 150, 2, 1, 256), Features()),
     "three-quarters": Case("g", Sizes(1, 150, 100, 2, 2, 192, 128), Features(causal=True)),
+    "three-quarters-full": Case("i", Sizes(1, 140, 260, 2, 1, 192, 128), Features(lse_grad=True)),
+    "three-quarters-softcap": Case("j", Sizes(1, 90, 200, 2, 1, 136, 40), Features(softcap=3.0)),
+    "three-quarters-window": Case(
+        "k", Sizes(1, 200, 330, 2, 2, 192, 128), Features(window=(90, 20), alibi="heads")
+    ),
     "wide-values": Case("h", Sizes(1, 100, 90, 2, 2, 64, 256), Features(window=(30, 10))),
 }
 
@@ -58,7 +63,7 @@ def like(out):
     return torch.randn(out.shape, device=out.device, generator=generator).to(out.dtype)
 
 
-ORDERED = itertools.product([False, "bottom_right", "top_left"], [64, 256])
+ORDERED = itertools.product([False, "bottom_right", "top_left"], [64, 192, 256])
 
 
 @pytest.mark.parametrize("causal, headdim", sample_rows(ORDERED, ("bottom_right", 64)))
@@ -68,7 +73,8 @@ def test_deterministic_in_any_order_of_events(causal, headdim):
     """
     torch.manual_seed(0)
     q = torch.randn(1, 90, 2, headdim, dtype=BF16)
-    k, v = (torch.randn(1, 400 if headdim == 64 else 200, 1, headdim, dtype=BF16) for _ in "kv")
+    k, v = (torch.randn(1, 200 if headdim == 256 else 400, 1, headdim, dtype=BF16) for _ in "kv")
+    v = v[..., :128] if headdim == 192 else v
     found = []
     for seed in range(3):
         with use_emulator(seed):
@@ -83,7 +89,10 @@ def test_deterministic_in_any_order_of_events(causal, headdim):
         (problem_of(64), (128, 128, 64, 64)),
         (problem_of(64, softcap=3.0), (64, 128, 64, 64)),
         (problem_of(40, 72), (64, 128, 128, 128)),
-        (problem_of(192, 128), (64, 64, 256, 128)),
+        (problem_of(192, 128), (64, 128, 192, 128)),
+        (problem_of(136, 40, deterministic=True), (64, 128, 192, 64)),
+        (problem_of(192, 192), (64, 64, 256, 256)),
+        (problem_of(192, 128)._replace(has_dropout=True), (64, 64, 256, 128)),
     ],
 )
 def test_tiles(problem, sides):
@@ -106,11 +115,12 @@ def test_no_keys_and_no_queries():
 
 @pytest.mark.gpu
 @needs_hopper
-@pytest.mark.parametrize("headdim", [64, 128, 256])
+@pytest.mark.parametrize("headdim", [64, 128, 192, 256])
 def test_same_bits_1000_times(headdim):
     """Ordered accumulation, while another stream occupies SMs."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(3, n, 4, headdim, device="cuda", dtype=BF16) for n in (333, 601, 601))
+    v = v[..., :128] if headdim == 192 else v
     first = gradients(q, k, v, causal=True, deterministic=True)
     noise, other = torch.randn(2048, 2048, device="cuda"), torch.cuda.Stream()
     differ = torch.zeros((), dtype=torch.bool, device="cuda")
@@ -176,12 +186,13 @@ def test_cuda_graph():
 
 @pytest.mark.gpu
 @needs_hopper
-@pytest.mark.parametrize("headdim", [64, 128, 192, 256])
+@pytest.mark.parametrize("headdims", [(64, 64), (128, 128), (192, 128), (192, 192), (256, 256)])
 @pytest.mark.parametrize("causal", [False, True])
-def test_default_on_hopper(causal, headdim):
+def test_default_on_hopper(causal, headdims):
     """The gradients of both backends agree at lengths that the case matrix does not reach."""
     torch.manual_seed(0)
-    q, k, v = (torch.randn(1, 4100, h, headdim, device="cuda", dtype=BF16) for h in (4, 2, 2))
+    shapes = zip((4, 2, 2), (headdims[0], *headdims))
+    q, k, v = (torch.randn(1, 4100, h, d, device="cuda", dtype=BF16) for h, d in shapes)
     mine = gradients(q, k, v, causal=causal)
     inputs = [x.detach().requires_grad_() for x in (q, k, v)]
     out = tilewise.attention(*inputs, causal=causal, backend="portable")
@@ -192,12 +203,13 @@ def test_default_on_hopper(causal, headdim):
 @pytest.mark.gpu
 @needs_hopper
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("headdim", [64, 128, 256])
+@pytest.mark.parametrize("headdim", [64, 128, 192, 256])
 def test_peak_memory(headdim, deterministic):
     """Besides the gradients: dQ in fp32, two floats a query, 8 bytes of semaphores a 128
     queries.
     """
     q, k, v = (torch.randn(2, 2048, h, headdim, device="cuda", dtype=BF16) for h in (8, 2, 2))
+    v = v[..., :128].contiguous() if headdim == 192 else v
     inputs = [x.requires_grad_() for x in (q, k, v)]
     out = tilewise.attention(*inputs, backend="hopper", deterministic=deterministic)
     dout = torch.randn_like(out)

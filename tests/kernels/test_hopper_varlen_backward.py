@@ -78,6 +78,14 @@ PACKED = (
     PackedCase(
         "three-quarters", (90, 7), (70, 9), Features(causal=True), Sizes(1, 1, 1, 1, 1, 192, 128)
     ),
+    PackedCase(
+        "three-quarters-spare",
+        (70, 0, 40),
+        (150, 9, 60),
+        Features(),
+        Sizes(1, 1, 1, 2, 1, 160, 64),
+        60,
+    ),
 )
 
 SEQUSED = (
@@ -85,6 +93,7 @@ SEQUSED = (
     Case("t", Sizes(2, 128, 150, 1, 1, 128), Features(True, seqused_k=(70, 150))),
     Case("u", Sizes(2, 100, 200, 2, 2, 256), Features(seqused_k=(90, 1), memory="sequence_first")),
     Case("v", Sizes(2, 64, 300, 2, 2), Features("top_left", seqused_k=(290, 40), layout="bhsd")),
+    Case("w", Sizes(2, 70, 200, 2, 1, 192, 128), Features(seqused_k=(150, 1))),
 )
 
 
@@ -187,7 +196,7 @@ def test_batches_that_are_no_whole_number_of_heads_apart():
 
 
 @pytest.mark.emulator
-@pytest.mark.parametrize("name", ["d128", "wide"])
+@pytest.mark.parametrize("name", ["d128", "wide", "three-quarters-spare"])
 @pytest.mark.parametrize("value", sample([math.nan, math.inf], math.nan))
 def test_what_one_sequence_holds_reaches_no_other(name, value):
     case = next(case for case in PACKED if case.name == name)
@@ -298,6 +307,7 @@ def gpu_call(queries, keys, headdim, deterministic=False, causal=True):
     """The arguments of packed sequences on the GPU, after the portable forward."""
     q = torch.randn(1, sum(queries), 4, headdim, device="cuda", dtype=BF16)
     k, v = (torch.randn(1, sum(keys), 2, headdim, device="cuda", dtype=BF16) for _ in "kv")
+    v = v[..., :128] if headdim == 192 else v
     extras = Extras(cu_seqlens_q=starts_of(queries), cu_seqlens_k=starts_of(keys))
     scalars = Scalars(headdim**-0.5, right=0 if causal else -1)
     problem = describe(q, k, v, extras, scalars, "bottom_right", deterministic)

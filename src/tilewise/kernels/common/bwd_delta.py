@@ -122,11 +122,15 @@ def bwd_delta_kernel(
         if FEATURES.DROPOUT:
             minus_delta *= 1.0 / accumulated.delta_unit
         tl.store(row + accumulated.padded + q_idx, minus_delta)
-        BLOCK_D: tl.constexpr = TILE.BLOCK_D
+        # A tile has a power of two of columns: 192 are three of 64
+        GROUPS: tl.constexpr = 3 if TILE.BLOCK_D == 192 else 1
+        BLOCK_D: tl.constexpr = TILE.BLOCK_D // GROUPS
         cells = tl.arange(0, BLOCK_M)[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
         zeros = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         row_of_dq = batch_head * accumulated.padded + padded_first + m_start
-        tl.store(accumulated.dq + row_of_dq * BLOCK_D + cells, zeros)
+        for group in tl.static_range(GROUPS):
+            first_cell = row_of_dq * (GROUPS * BLOCK_D) + group * BLOCK_M * BLOCK_D
+            tl.store(accumulated.dq + first_cell + cells, zeros)
         if dq_semaphore is not None:  # int32, two a tile
             tl.store(dq_semaphore + tile * 2 + tl.arange(0, 2), tl.zeros([2], tl.int32))
     if FEATURES.SINKS:

@@ -5,6 +5,7 @@ import triton.language as tl
 
 from ....tile.schedule import find_query_tile
 from ....tile.seqlen import offsets_of, padded_row
+from ....tile.types import Strided
 from ...common.io import from_row, store_rows
 
 
@@ -13,7 +14,8 @@ def hopper_bwd_dq_kernel(
     accumulated, dq, optionals, sizes, numbers, FEATURES: tl.constexpr, TILE: tl.constexpr
 ):
     ROWS: tl.constexpr = TILE.BLOCK_M
-    BLOCK_D: tl.constexpr = TILE.BLOCK_D
+    GROUPS: tl.constexpr = 3 if TILE.BLOCK_D == 192 else 1  # of columns, as mma_192.py adds them
+    BLOCK_D: tl.constexpr = TILE.BLOCK_D // GROUPS
     # The last heads first, of which most is still in the L2 cache (H100, sustained, 512 and 1Ki:
     # together with the same in `bwd_delta_kernel` 0.4 to 1.5 %)
     tile, lane = tl.num_programs(0) - 1 - tl.program_id(0), tl.arange(0, 32)
@@ -30,11 +32,20 @@ def hopper_bwd_dq_kernel(
         batch = offsets.batch
     else:
         block *= tl.cdiv(seqlen_q, ROWS)
-    tile = accumulated + (block + m_block) * (ROWS * BLOCK_D)
-    x = in_rows(tl.load(tile + tl.arange(0, ROWS * BLOCK_D)), ROWS, BLOCK_D=BLOCK_D) * numbers.scale
-    if FEATURES.DROPOUT:
-        x *= numbers.dropout_factor
-    store_rows(dq, batch, head, x, m_block * ROWS, seqlen_q, ROWS, FEATURES.HEADDIM, BLOCK_D)
+    tile = accumulated + (block + m_block) * (ROWS * TILE.BLOCK_D)
+    cells = tl.arange(0, ROWS * BLOCK_D)
+    if GROUPS > 1:  # a block of 64 rows has one group behind the other
+        cells += cells // (64 * BLOCK_D) * ((GROUPS - 1) * 64 * BLOCK_D)
+    for group in tl.static_range(GROUPS):
+        x = tl.load(tile + group * 64 * BLOCK_D + cells)
+        x = in_rows(x, ROWS, BLOCK_D=BLOCK_D) * numbers.scale
+        if FEATURES.DROPOUT:
+            x *= numbers.dropout_factor
+        columns = Strided(dq.ptr + group * BLOCK_D, dq.batch, dq.row, dq.head)
+        store_rows(
+            columns, batch, head, x, m_block * ROWS, seqlen_q, ROWS,
+            FEATURES.HEADDIM - group * BLOCK_D, BLOCK_D,
+        )  # fmt: skip
 
 
 @triton.jit

@@ -22,10 +22,19 @@ def used_rows(rows, work, start, FEATURES: gl.constexpr):
 
 
 @gluon.jit
-def write_rows(rows, desc, outputs, work, start, WG: gl.constexpr, FEATURES: gl.constexpr):
-    """Stores 64 rows of dK or dV through the warpgroup's shared-memory buffer."""
+def write_rows(
+    rows,
+    desc,
+    outputs,
+    work,
+    start,
+    WG: gl.constexpr,
+    FEATURES: gl.constexpr,
+    column: gl.constexpr = 0,
+):
+    """Stores 64 rows of dK or dV, columns from `column` on, through the warpgroup's buffer."""
     rows = used_rows(rows, work, start=start, FEATURES=FEATURES).to(desc.dtype)
-    store_columns(rows, desc, outputs, work, start, 0, WG, FEATURES)
+    store_columns(rows, desc, outputs, work, start, column, WG, FEATURES)
 
 
 @gluon.jit

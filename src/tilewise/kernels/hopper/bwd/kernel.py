@@ -14,12 +14,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from ..layouts import shared
+from ..layouts import column_groups, shared
 from ..pipeline import make_kv_ring
 from ..work import KernelCall
 from .bias import make_bias
 from .load import load_partition
 from .mma import grad_partition
+from .mma_192 import grad_partition_192
 from .mma_wide import key_partition, value_partition
 from .ordered_add import make_add_barriers, signal_partition, wait_partition
 from .rings import Rings, Sources, make_queries, make_tile_messages
@@ -34,7 +35,7 @@ class Outputs(NamedTuple):
     dk: tma.tensor_descriptor
     dv: tma.tensor_descriptor
     dbias: tma.tensor_descriptor  # where dS is the gradient of a bias, else None
-    smem: gl.shared_memory_descriptor  # staging buffer of dK and dV: (2, 64, BLOCK_D or its half)
+    smem: gl.shared_memory_descriptor  # staging buffer of dK and dV: (2, 64, columns)
 
 
 @gluon.jit
@@ -62,7 +63,8 @@ def hopper_bwd_kernel(
     N: gl.constexpr = TILE.BLOCK_N
     D: gl.constexpr = TILE.BLOCK_D
     DV: gl.constexpr = TILE.BLOCK_DV
-    keys = make_kv_ring(dtype, [N, D], [N, DV], STAGES=1, CONSUMERS=2)
+    GROUPS: gl.constexpr = column_groups(D)
+    keys = make_kv_ring(dtype, [N, D // GROUPS], [N, DV], STAGES=1, CONSUMERS=2, GROUPS=GROUPS)
     queries = make_queries(dtype, TILE)
     if TILE.BLOCK_N == 128:
         score_buffers = make_score_buffers(dtype, TILE)
@@ -107,7 +109,9 @@ def matmul_partition(
     WG: gl.constexpr, rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.constexpr
 ):
     """A warpgroup: one with half of the keys, or with half of the work on all of them."""
-    if TILE.BLOCK_N == 128:
+    if TILE.BLOCK_D == 192:
+        grad_partition_192(WG, rings, outputs=outputs, call=call, FEATURES=FEATURES, TILE=TILE)
+    elif TILE.BLOCK_N == 128:
         grad_partition(WG, rings, outputs=outputs, call=call, FEATURES=FEATURES, TILE=TILE)
     elif WG == 0:
         value_partition(rings, outputs, call=call, FEATURES=FEATURES, TILE=TILE)
@@ -121,7 +125,8 @@ def make_out(dtype: gl.constexpr, TILE: gl.constexpr):
     the shared memory of K and V.
     """
     if TILE.BLOCK_N == 128:
-        D: gl.constexpr = TILE.BLOCK_D // 2 if dtype == gl.float32 else TILE.BLOCK_D
+        WIDTH: gl.constexpr = TILE.BLOCK_D // column_groups(TILE.BLOCK_D)
+        D: gl.constexpr = WIDTH // 2 if dtype == gl.float32 else WIDTH
         return gl.allocate_shared_memory(dtype, [2, 64, D], shared(64, D, dtype=dtype))
     else:
         return 0

@@ -9,6 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from ....tile.seqlen import modifiers_of
 from ....tile.varlen import Hint
 from ..compat import tma_load
+from ..layouts import column_groups
 from ..pipeline import advance, start, state_of, wait_empty
 from ..tile_messages import send
 from ..tma import load_ragged
@@ -90,11 +91,12 @@ def send_end(messages, state, TILE: gl.constexpr):
 @gluon.jit
 def load_keys(inputs, keys, state, work, FEATURES: gl.constexpr, TILE: gl.constexpr):
     """K and V of a tile."""
-    BYTES: gl.constexpr = inputs.k.block_type.nbytes + inputs.v.block_type.nbytes
+    GROUPS: gl.constexpr = column_groups(TILE.BLOCK_D)
+    BYTES: gl.constexpr = GROUPS * inputs.k.block_type.nbytes + inputs.v.block_type.nbytes
     wait_empty(keys, state)
     full = keys.full.index(0)
     mbarrier.expect(full, BYTES)
-    k, v = keys.k.index(0), keys.v.index(0)
+    v = keys.v.index(0)
     if TILE.RAGGED:
         stop, head_k, head_v = work.seqlen_k, work.head, work.head
         if FEATURES.PACKED:
@@ -102,10 +104,15 @@ def load_keys(inputs, keys, state, work, FEATURES: gl.constexpr, TILE: gl.conste
         else:
             head_k += work.batch * inputs.heads_per_batch[0]
             head_v += work.batch * inputs.heads_per_batch[1]
-        load_ragged(inputs.k, stop, work.seqlen_k, head_k, work.start, full, k)
+        for group in gl.static_range(GROUPS):
+            k = keys.k.index(group)
+            column = group * k.shape[1]
+            load_ragged(inputs.k, stop, work.seqlen_k, head_k, work.start, full, k, True, column)
         load_ragged(inputs.v, stop, work.seqlen_k, head_v, work.start, full, v)
     else:
-        load_tile(inputs.k, work.batch, head=work.head, row=work.start, full=full, buffer=k)
+        for group in gl.static_range(GROUPS):
+            k = keys.k.index(group)
+            load_tile(inputs.k, work.batch, work.head, work.start, full, k, group * k.shape[1])
         load_tile(inputs.v, work.batch, head=work.head, row=work.start, full=full, buffer=v)
 
 
@@ -142,7 +149,8 @@ def load_queries(
     inputs, rings, step, work, block, masked, call, FEATURES: gl.constexpr, TILE: gl.constexpr
 ):
     """Q and dO of a block, with -lse and -delta of its rows."""
-    BYTES: gl.constexpr = inputs.q.block_type.nbytes + inputs.do.block_type.nbytes
+    GROUPS: gl.constexpr = column_groups(TILE.BLOCK_D)
+    BYTES: gl.constexpr = GROUPS * inputs.q.block_type.nbytes + inputs.do.block_type.nbytes
     STATS: gl.constexpr = inputs.stats.block_type.nbytes
     stats: gl.constexpr = inputs.stats.block_type.shape
     batch, head, m_start = work.batch, block.head, block.m_block * TILE.BLOCK_M
@@ -152,15 +160,19 @@ def load_queries(
     if TILE.HAS_METADATA:
         write_metadata(queries.metadata, state, work, block, masked, call, FEATURES)
     mbarrier.expect(full, BYTES + 2 * STATS)
-    q, do = queries.q.index(state.stage), queries.do.index(state.stage)
+    do = queries.do.index(state.stage)
     if FEATURES.PACKED:
         stop, size = work.stop_q, work.seqlen_q
-        load_ragged(inputs.q, stop, size=size, head=head, row=m_start, full=full, buffer=q)
+        for group in gl.static_range(GROUPS):
+            q = queries.q.index(state.stage * GROUPS + group)
+            load_ragged(inputs.q, stop, size, head, m_start, full, q, True, group * q.shape[1])
         load_ragged(inputs.do, stop, size=size, head=head, row=m_start, full=full, buffer=do)
         batch = 0
         m_start += work.padded_q
     else:
-        load_tile(inputs.q, batch, head=head, row=m_start, full=full, buffer=q)
+        for group in gl.static_range(GROUPS):
+            q = queries.q.index(state.stage * GROUPS + group)
+            load_tile(inputs.q, batch, head, m_start, full, q, group * q.shape[1])
         load_tile(inputs.do, batch, head=head, row=m_start, full=full, buffer=do)
     minus_lse = queries.minus_lse.index(state.stage).reshape(stats)
     tma_load(inputs.stats, [batch, head, 0, m_start], full, minus_lse)
@@ -169,6 +181,6 @@ def load_queries(
 
 
 @gluon.jit
-def load_tile(desc, batch, head, row, full, buffer):
+def load_tile(desc, batch, head, row, full, buffer, column: gl.constexpr = 0):
     shape: gl.constexpr = desc.block_type.shape
-    tma_load(desc, [batch, head, row, 0], full, buffer.reshape(shape))
+    tma_load(desc, [batch, head, row, column], full, buffer.reshape(shape))

@@ -288,8 +288,9 @@ def recompute(
     dtype: gl.constexpr,
     FEATURES: gl.constexpr,
     TILE: gl.constexpr,
+    FIRST: gl.constexpr = 0,
 ):
-    """P^T of a block, masked where it needs it.
+    """P^T of a block, or of its queries from FIRST on, masked where it needs it.
 
     The branch does more than save the mask: the compiler may not move the wait for dP before it. So
     the exponentials belong inside, and overlap with dP; and so do the conversions that dV waits
@@ -298,7 +299,7 @@ def recompute(
     S_LAYOUT: gl.constexpr = qk.type.layout
     IS_POSITION: gl.constexpr = FEATURES.MASK_MOD is not None or FEATURES.NATURAL
     lengths = tile_lengths(work, call, FEATURES=FEATURES, TILE=TILE)
-    q_start = block.m_block * TILE.BLOCK_M
+    q_start = block.m_block * TILE.BLOCK_M + FIRST
     column = gl.arange(0, qk.shape[1], column_of(S_LAYOUT))[None, :]
     origin = 0
     if IS_POSITION or not (TILE.RAGGED or FEATURES.ENDS):

@@ -13,6 +13,7 @@ from ....tile.types import KeyPipeline, Sizes
 from ...common.arguments import features_of
 from ..bias_memory import has_tiles
 from ..descriptors import GL_DTYPES, Plan, in_shared, is_in_steps
+from ..layouts import column_groups
 from . import work_tile
 from .bias_pairs import SUMMED, sums_of, way_of
 
@@ -39,7 +40,9 @@ def plan_of(
     widest = max(block_d, block_dv)
     if widest <= 128:
         block_d = block_dv = widest
-    n = 128 if widest <= 128 else 64
+    elif is_three_quarters(problem):
+        block_d = 192
+    n = 128 if widest <= 128 or block_d == 192 else 64
     # 128 queries at a time leave no registers for positions or derivatives
     m = 128 if widest == 64 and problem.has_plain_scores else 64
     # Tall tiles have none to load lse ahead of S. Of a bias of -1e9 the quotient of lse and scale
@@ -57,14 +60,15 @@ def plan_of(
     before_keys = [1, 1, 1] if is_ragged else [1, 1]
     exact = problem.has_fp32_key_grads
     halves = 2 if exact else 1  # through a staging buffer of as many bytes
+    columns = block_d // column_groups(block_d)
     blocks = dict(
-        q_desc=[*before, m, block_d],
+        q_desc=[*before, m, columns],
         do_desc=[*before, m, block_dv],
-        k_desc=[*before_keys, n, block_d],
+        k_desc=[*before_keys, n, columns],
         v_desc=[*before_keys, n, block_dv],
         stats_desc=[1, 1, 1, m],
-        dk_desc=[*before, 64, block_d // halves],
-        dv_desc=[*before, 64, block_dv // halves],
+        dk_desc=[*before, 64, columns // halves],
+        dv_desc=[*before, 64, (columns if block_d == 192 else block_dv) // halves],
         bias_desc=[1, 1, m, 64],
         dbias_desc=[1, 1, m, 64],
     )
@@ -73,6 +77,11 @@ def plan_of(
         dtypes |= dict(dk_desc=gl.float32, dv_desc=gl.float32)
     features = features_of(problem, has_fast_tanh=True)
     return Plan(features, tile, in_shared(dtypes, blocks))
+
+
+def is_three_quarters(problem: Problem) -> bool:
+    """Whether tiles have 192 columns of Q and K, and 128 keys (mma_192.py)."""
+    return 128 < problem.headdim <= 192 and problem.headdim_v <= 128 and not problem.is_modified
 
 
 def plan_for(

@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from ..layouts import shared
+from ..layouts import column_groups, shared
 from ..pipeline import KVRing, Ring, make_barrier
 from ..tile_messages import make_messages
 from ..work import WORK_FIELDS
@@ -30,7 +30,7 @@ class Sources(NamedTuple):
 class QueryRing(NamedTuple):
     """The pipeline of query blocks, with their statistics and metadata: two stages."""
 
-    q: gl.shared_memory_descriptor  # (2, BLOCK_M, BLOCK_D)
+    q: gl.shared_memory_descriptor  # (2, BLOCK_M, BLOCK_D), or groups of its columns
     do: gl.shared_memory_descriptor  # (2, BLOCK_M, BLOCK_DV)
     minus_lse: gl.shared_memory_descriptor  # (2, 1, BLOCK_M)
     minus_delta: gl.shared_memory_descriptor
@@ -54,9 +54,10 @@ class Rings(NamedTuple):
 def make_queries(dtype: gl.constexpr, TILE: gl.constexpr):
     """Allocates the pipeline of queries, with two consumers."""
     M: gl.constexpr = TILE.BLOCK_M
-    D: gl.constexpr = TILE.BLOCK_D
+    D: gl.constexpr = TILE.BLOCK_D // column_groups(TILE.BLOCK_D)
     DV: gl.constexpr = TILE.BLOCK_DV
-    q = gl.allocate_shared_memory(dtype, [2, M, D], shared(M, D, dtype=dtype))
+    GROUPS: gl.constexpr = column_groups(TILE.BLOCK_D)
+    q = gl.allocate_shared_memory(dtype, [2 * GROUPS, M, D], shared(M, D, dtype=dtype))
     do = gl.allocate_shared_memory(dtype, [2, M, DV], shared(M, DV, dtype=dtype))
     row: gl.constexpr = shared(1, M, dtype=gl.float32)
     minus_lse = gl.allocate_shared_memory(gl.float32, [2, 1, M], row)

@@ -43,7 +43,9 @@ def make_scores(dtype: gl.constexpr, TILE: gl.constexpr):
     if TILE.BIAS_GRAD:
         return gl.allocate_shared_memory(dtype, [6, M, 64], shared(M, 64, dtype=dtype))
     else:
-        return gl.allocate_shared_memory(dtype, [3, N, M], shared(N, M, dtype=dtype))
+        # Halves of blocks, of headdim 192, are buffers of their own
+        COLUMNS: gl.constexpr = 32 if TILE.BLOCK_D == 192 else M
+        return gl.allocate_shared_memory(dtype, [3, N, M], shared(N, COLUMNS, dtype=dtype))
 
 
 @gluon.jit
