@@ -87,20 +87,32 @@ def test_no_recompile_for_a_length(features):
     assert counter.frame_count == 2
 
 
-def test_a_graph_guards_what_the_caller_passed():
+STARTS = torch.tensor([0, 7, 16], dtype=torch.int32)
+GUARDED = {
+    "attention": lambda q, k, v: tilewise.attention(q, k, v, causal=True),
+    "packed": lambda *x: tilewise.attention(
+        *(t[0] for t in x), cu_seqlens_q=STARTS, cu_seqlens_k=STARTS, max_seqlen_q=9
+    ),
+    "flash_attn": lambda q, k, v: tilewise.flash_attn_func(q, k, v, causal=True),
+    "flash_attn packed": lambda *x: tilewise.flash_attn_varlen_func(
+        *(t[0] for t in x), STARTS, STARTS, 9, 9, causal=True
+    ),
+    "sdpa": lambda *x: tilewise.scaled_dot_product_attention(*x, enable_gqa=True),
+}
+
+
+@pytest.mark.parametrize("name", sample(GUARDED, "attention", "flash_attn packed", "sdpa"))
+def test_a_graph_guards_what_the_caller_passed(name):
     """Not what checks read: each guard costs time at every run of the graph."""
-    guarded, again = (
-        [],
-        torch.compile(
-            lambda q, k, v: tilewise.attention(q, k, v, causal=True),
-            fullgraph=True,
-            options={
-                "guard_filter_fn": lambda guards: guarded.extend(guards) or [True] * len(guards)
-            },
-        ),
+    guarded = []
+    again = torch.compile(
+        GUARDED[name],
+        fullgraph=True,
+        options={"guard_filter_fn": lambda guards: guarded.extend(guards) or [True] * len(guards)},
     )
+    tensors = qkv(1, 16, layout="bhsd" if name == "sdpa" else "bshd")
     with torch.no_grad():
-        again(*qkv(1, 16))
+        torch.testing.assert_close(again(*tensors), GUARDED[name](*tensors))
     assert len(guarded) < 100, len(guarded)
 
 

@@ -23,7 +23,7 @@ from . import invariance, paths
 from .cached import attend_cached, check_cached, is_cached, launch_step
 from .call import call, launch
 from .checks import in_order, sizes_of
-from .compiled import one_node
+from .compiled import fits_node, has_node
 from .paths import ONE_BYTE
 from .scalars import (
     Numbers,
@@ -45,6 +45,7 @@ Tensor = torch.Tensor
 
 
 @refuses_others("tilewise.attention")
+@has_node
 def attention(
     q: Tensor | Quantized,
     k: Tensor | None = None,
@@ -213,21 +214,21 @@ def attention(
     is_fp8 = is_fp8 or type(q) is Quantized or getattr(q, "dtype", None) in ONE_BYTE
     is_modified = not (mask_mod is score_mod is block_mask is None)
     if not (is_fp8 or is_modified) and type(dropout_p) in (int, float) and dropout_p == 0:
+        if torch.compiler.is_dynamo_compiling() and fits_node((q, k, v), window):
+            has_none = page_table is split_size is k_descale is v_descale is out is None
+            if has_none and (cu_seqlens_q is None or cu_seqlens_k is not None):  # of a cache
+                named: Any = dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, bias=bias)
+                named |= dict(seqused_k=seqused_k, seqused_q=seqused_q, alibi_slopes=alibi_slopes)
+                named |= dict(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, scale=scale)
+                named |= dict(softcap=softcap, sinks=sinks, causal=causal, window=window)
+                named |= dict(deterministic=deterministic, layout=layout, return_lse=return_lse)
+                return paths.traced("attention", q, k=k, v=v, backend=backend, **named)
         plain = "attention", causal, scale, softcap, split_size, deterministic, layout, return_lse
         plain = *plain, backend, invariance.is_on
         if max_seqlen_q is not None or max_seqlen_k is not None:
             # Of a cache it says which kernels launch; of packed keys, which tile they take
             bound = as_bound if cu_seqlens_k is not None else step_bound
             plain = "attention with bounds", *plain, bound(max_seqlen_q), as_bound(max_seqlen_k)
-        elif torch.compiler.is_dynamo_compiling() and not (
-            is_cached(k, page_table, cu_seqlens_q, cu_seqlens_k)
-            or not (split_size is k_descale is v_descale is out is None)
-        ):
-            named: Any = dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, bias=bias)
-            named |= dict(seqused_k=seqused_k, seqused_q=seqused_q, alibi_slopes=alibi_slopes)
-            named |= dict(scale=scale, softcap=softcap, sinks=sinks, causal=causal, window=window)
-            named |= dict(deterministic=deterministic, layout=layout, return_lse=return_lse)
-            return paths.traced("as_one_node", q, k=k, v=v, backend=backend, **named)
         tensors: tuple[Any, ...] = q, k, v, page_table, seqused_k, cu_seqlens_q, alibi_slopes, sinks
         # Those of a decode step first, in its order
         tensors = *tensors, k_descale, v_descale, out, seqused_q, cu_seqlens_k, bias
@@ -322,6 +323,3 @@ def attention(
     if layout == "bhsd" and not is_packed:
         out = out.transpose(1, 2)
     return (out, lse) if return_lse else out
-
-
-as_one_node = one_node(attention, "as_one_node")

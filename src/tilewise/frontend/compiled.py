@@ -1,25 +1,28 @@
 """Calls under torch.compile, as one node of Dynamo's graph.
 
 Dynamo traces what a function calls, and a compiled graph guards at every run all that the trace
-read: 246 guards for a plain call, a fifth of its time on a CPU. A node is opaque to Dynamo, which
-guards the caller's arguments alone, 71 guards; AOTAutograd traces through it, to the operator.
+read: 230 to 290 guards for a plain call. A node is opaque to Dynamo, which guards the arguments
+alone; AOTAutograd traces through it, to the operator.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
+
+import torch
 
 from ..errors import ArgumentError
+from ..tile.quantize import is_one_byte
 
-nodes: dict[str, Callable[..., Any]] = {}  # by name; `in_graph` tells Dynamo of them
+Function = TypeVar("Function", bound=Callable[..., Any])
+nodes: dict[str, Callable[..., Any]] = {}  # by their functions; `in_graph` tells Dynamo of them
 
 
-def one_node(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """A function of q, k, v and options as a node, which has this name in the function's module.
-    The options are tensors, numbers, flags and texts.
-    """
+def has_node(function: Function) -> Function:
+    """Decorates a function that calls `traced`, and gives its module the node."""
+    name = f"{function.__name__}_node"
 
     def node(q: Any, k: Any, v: Any, **options: Any) -> Any:
         mark_cacheable(f"{function.__module__}.{name}")
@@ -30,8 +33,18 @@ def one_node(function: Callable[..., Any], name: str) -> Callable[..., Any]:
             raise NotImplementedError(str(error)) from error
 
     node.__module__, node.__name__, node.__qualname__ = function.__module__, name, name  # to pickle
-    nodes[name] = node
-    return node
+    function.__globals__[name] = nodes[function.__name__] = node
+    return function
+
+
+def fits_node(inputs: tuple[Any, Any, Any], window: Any = None) -> bool:
+    """Whether a call of these q, k and v may be a node: of tensors of 16 bits or more, and numbers.
+    One that writes, has a cache or draws numbers may not.
+    """
+    for x in inputs:
+        if not isinstance(x, torch.Tensor) or is_one_byte(x):
+            return False
+    return not isinstance(window, torch.Tensor)
 
 
 def mark_cacheable(name: str) -> None:

@@ -18,11 +18,12 @@ from ..ops import context_parallel as shards
 from ..ops.calls import Entry, find
 from ..problem import Extras
 from ..tile.dropout_numbers import check_dropout, draw_rng
-from . import fp8
+from . import fp8, paths
 from .attention import attention
 from .call import call, launch
 from .checks import check_rank, in_order, with_contiguous_rows
 from .chunks import check_chunk, chunk_of_batch, chunk_of_packed, within_chunk
+from .compiled import fits_node, has_node
 from .paths import eight_bit_inputs, has_fp8
 from .scalars import (
     Numbers,
@@ -46,6 +47,7 @@ WORDS = Words(
 
 
 @refuses_others("tilewise.flash_attn_func")
+@has_node
 def flash_attn_func(
     q: Tensor | Quantized,
     k: Tensor | None,
@@ -131,6 +133,12 @@ def flash_attn_func(
         return _returned(out, lse, return_attn_probs=return_attn_probs, return_lse=return_lse)
     entry, optional = None, (alibi_slopes, learnable_sink)
     if not has_more and is_plain(dropout_p, attention_chunk):
+        if torch.compiler.is_dynamo_compiling() and fits_node(inputs, window_size):
+            named: Any = dict(alibi_slopes=alibi_slopes, softmax_scale=softmax_scale, causal=causal)
+            named |= dict(window_size=window_size, softcap=softcap, learnable_sink=learnable_sink)
+            named |= dict(deterministic=deterministic, return_attn_probs=return_attn_probs)
+            named |= dict(return_lse=return_lse, num_splits=num_splits, pack_gqa=pack_gqa)
+            return paths.traced("flash_attn_func", q, k=k, v=v, **named)
         plain = "flash_attn", softmax_scale, *flags
         entry, _ = find((*inputs, *optional), plain=plain, window=window_size)
         if entry is not None and entry.call is not None:
@@ -157,6 +165,7 @@ def flash_attn_func(
 
 
 @refuses_others("tilewise.flash_attn_varlen_func")
+@has_node
 def flash_attn_varlen_func(
     q: Tensor | Quantized,
     k: Tensor | None,
@@ -232,6 +241,15 @@ def flash_attn_varlen_func(
     optional = *optional, cu_seqlens_q, cu_seqlens_k
     has_more = not (block_table is q_descale is k_descale is v_descale is out_dtype is None)
     if not has_more and is_plain(dropout_p, attention_chunk):
+        if torch.compiler.is_dynamo_compiling() and fits_node(inputs, window_size):
+            named: Any = dict(alibi_slopes=alibi_slopes, softmax_scale=softmax_scale, causal=causal)
+            named |= dict(window_size=window_size, softcap=softcap, learnable_sink=learnable_sink)
+            named |= dict(deterministic=deterministic, return_attn_probs=return_attn_probs)
+            named |= dict(return_lse=return_lse, num_splits=num_splits, pack_gqa=pack_gqa)
+            named |= dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+            named |= dict(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
+            named |= dict(seqused_q=seqused_q, seqused_k=seqused_k)
+            return paths.traced("flash_attn_varlen_func", q, k=k, v=v, **named)
         plain = "flash_attn_varlen", softmax_scale, *bounds, *flags
         entry, _ = find((*inputs, *optional), plain=plain, window=window_size, checks_values=True)
         if entry is not None and entry.call is not None:

@@ -4,7 +4,7 @@ dimensions and its argument names in errors.
 
 from __future__ import annotations
 
-from typing import Never
+from typing import Any, Never
 
 import torch
 
@@ -17,8 +17,10 @@ from ..ops import context_parallel as shards
 from ..ops.calls import find
 from ..problem import Extras
 from ..tile.dropout_numbers import check_dropout, draw_rng
+from . import paths
 from .broadcasting import Batched, batched, over_scores, with_positive_scale
 from .call import call, launch
+from .compiled import fits_node, has_node
 from .scalars import Numbers, check_flag
 
 Tensor = torch.Tensor
@@ -36,6 +38,7 @@ WORDS = Words(
 
 
 @refuses_others("tilewise.scaled_dot_product_attention")
+@has_node
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
@@ -87,6 +90,10 @@ def scaled_dot_product_attention(
     """
     if unknown:
         raise unexpected("tilewise.scaled_dot_product_attention", unknown)
+    if torch.compiler.is_dynamo_compiling() and attn_mask is None and dropout_p == 0:
+        if fits_node((query, key, value)) and not shards.contexts:
+            named: Any = dict(is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+            return paths.traced("scaled_dot_product_attention", query, k=key, v=value, **named)
     return with_lse(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)[0]
 
 

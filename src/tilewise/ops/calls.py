@@ -60,7 +60,7 @@ def find(
     caller `checks_values` of a call that is found.
     """
     if (
-        torch.compiler.is_compiling()
+        torch.compiler.is_dynamo_compiling()
         or forward_ad._current_level >= 0
         or (environment.get(CHECK) is not None and is_on("TILEWISE_CHECK"))
     ):
@@ -82,7 +82,8 @@ def find(
     except (AttributeError, RuntimeError, TypeError):  # None, nested, a list
         key = None
     if (
-        peek_interpreter_stack() is not None
+        torch.compiler.is_compiling()
+        or peek_interpreter_stack() is not None
         or torch._C._len_torch_dispatch_stack()
         or torch._C._is_any_autocast_enabled()
         or not are_plain
