@@ -2,6 +2,7 @@
 bits of the same ranks on one node, which other tests hold to one process.
 """
 
+import functools
 import itertools
 
 import pytest
@@ -14,6 +15,7 @@ from helpers.shards import FEATURES, NAMES, OF_HEADS, Case, deals, merges
 from helpers.tiers import sample, sample_rows
 
 import tilewise.distributed as td
+from tilewise.distributed.layouts.work import Band, keys_of
 from tilewise.distributed.methods import heads, stream
 from tilewise.distributed.transport.arena import arena_of
 
@@ -81,6 +83,32 @@ def features(rank, nodes, part, parts):
             by_heads = dict(method="heads", deterministic=True)
             pair.compare(of_heads, next(made), f"{what}, heads", **by_heads)
     pair.check()
+
+
+def moved(rank):
+    """Each byte enters a node once, and none does that no query there needs."""
+    pair, seqlen, row = Pair(rank, TWO_BY_TWO), 160, 2 * 2 * 16 * 4  # bytes of K and V
+    q, k, v = torch.randn(3, 1, seqlen, 2, 16).unbind(0)
+    for window in (None, (12, 0), (0, 0)):
+        for make in (td.zigzag, td.contiguous, functools.partial(td.striped, block=8)):
+            layout = make(seqlen, pair.several)
+            with elsewhere(TWO_BY_TWO, rank):
+                arena = arena_of(pair.several, CPU)
+                before = arena.received
+                asked = dict(layout=layout, window=window, causal=True, method="stream")
+                td.attention(*map(layout.shard, (q, k, v)), **asked)
+            received: list = [None] * 4
+            dist.all_gather_object(received, arena.received - before)
+            for node in members_of(TWO_BY_TWO):
+                band = Band(-1 if window is None else window[0], 0)
+                spans = [x for reader in node for x in layout.at(reader).spans]
+                own = sum(layout.counts[x] for x in node)
+                seen = sum(b - a for a, b in keys_of(spans, band))
+                assert sum(received[x] for x in node) == (seen - own) * row
+
+
+def test_each_byte_enters_a_node_once():
+    run(moved, 4)
 
 
 def on_device(rank, nodes):

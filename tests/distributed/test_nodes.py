@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.lives import Store
 from helpers.nodes import elsewhere, members_of
 from helpers.processes import run
 from helpers.waits import DEADLINE
@@ -106,6 +107,23 @@ def given(rank):
 
 def test_nodes_of_a_mesh():
     run(given, 4)
+
+
+def remade(rank):
+    """A mesh that is made again, with a group that was destroyed, has a group of its own."""
+    store = Store(rank, 4)
+    for _ in range(2):
+        mesh = DeviceMesh("cpu", [[0, 1], [2, 3]])
+        layout = td.zigzag(12, mesh)
+        attended(layout)
+        assert arenas.arena_of(layout.group, CPU).nodes.members == ((0, 1), (2, 3))
+        dist.destroy_process_group()
+        assert not arenas._arenas
+        store.made(dist.init_process_group, "gloo", store=store.store, rank=rank, world_size=4)
+
+
+def test_a_mesh_that_is_made_again():
+    run(remade, 4)
 
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "long_sequence.py"

@@ -118,14 +118,15 @@ class DeviceArena(Arena):
         counted: int = 0,
         traffic: Sequence[Traffic] = (),
     ) -> list[Any]:
-        if self.dma is None or not self.has_streams or traffic:
+        if self.dma is None or not self.has_streams:
             return super().pull(lists, targets, counted=counted, traffic=traffic)
         copy, stream, marks = self.dma, self.side.cuda_stream, []
         half, addresses = self.half * self.room, [x.data_ptr() for x in targets]
         starts = [x + half for x in self.starts]
         self._follow_caller()
-        with on_device(self.device):  # the driver's calls are of the current one
-            for pieces in lists:
+        # The driver's calls are of the current device, and exchanges of the current stream
+        with torch.cuda.stream(self.side) if traffic else on_device(self.device):
+            for pieces in self.arrivals(lists, traffic) if traffic else lists:
                 for number, (rank, start, target, offset, nbytes) in enumerate(pieces, 1):
                     copy(stream, addresses[target] + offset, starts[rank] + start, nbytes)
                     self.pulled += nbytes
