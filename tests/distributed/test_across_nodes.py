@@ -3,6 +3,7 @@ bits of the same ranks on one node, which other tests hold to one process.
 """
 
 import functools
+import importlib
 import itertools
 
 import pytest
@@ -109,6 +110,23 @@ def moved(rank):
 
 def test_each_byte_enters_a_node_once():
     run(moved, 4)
+
+
+def by_default(rank):
+    """Stream, also where one node takes heads."""
+    pair, chosen = Pair(rank, SINGLE), []
+    module = importlib.import_module("tilewise.distributed.api.attention")
+    choose = module.choose
+    module.choose = lambda *x, **named: chosen.append(choose(*x, **named)) or chosen[-1]
+    x = torch.randn(1, 32, 4, 16, requires_grad=True)
+    for group, nodes in ((pair.several, SINGLE), (pair.one, (0, 0))):
+        with elsewhere(nodes, rank):
+            td.attention(x, x, x, layout=td.zigzag(64, group))
+    assert chosen == ["stream", "heads"]
+
+
+def test_the_default_between_nodes():
+    run(by_default, 2)
 
 
 def on_device(rank, nodes):

@@ -157,7 +157,7 @@ def attention(
                 arena = arena_for(layout, q.device)
                 return_lse = check_flag("return_lse", return_lse)
                 spec = sharded_call(layout, q, k=k, v=v, **arguments)
-                chosen = choose(spec, q, k=k, v=v, method=method)
+                chosen = choose(arena, spec, q, k=k, v=v, method=method)
                 spec = known_calls.keep(entry, spec, arena=arena, method=chosen)
                 out, lse = attend(arena, spec, q=q, k=k, v=v, method=chosen, return_lse=return_lse)
         lse = lse if return_lse else None

@@ -74,7 +74,9 @@ def backward(arena: Arena | None, spec: ShardCall, saved: Saved, *, method: str)
     return METHODS[method].backward(arena, spec, saved=saved)
 
 
-def choose(spec: ShardCall, q: Tensor, k: Tensor, v: Tensor, *, method: str | None) -> str:
+def choose(
+    arena: Arena | None, spec: ShardCall, q: Tensor, k: Tensor, v: Tensor, *, method: str | None
+) -> str:
     """Returns the method of a call, or raises NotImplementedError with those that support it."""
     if method is not None and method not in METHODS:
         raise ArgumentError(
@@ -93,6 +95,8 @@ def choose(spec: ShardCall, q: Tensor, k: Tensor, v: Tensor, *, method: str | No
     serves = [name for name in serves if name not in BY_NAME]
     if len(serves) == 1:
         return serves[0]
+    if arena is not None and arena.nodes is not None:
+        return "stream"  # the estimates are of one node; heads would move more, and hide less
     estimate = plan(
         spec.layout,
         nheads,

@@ -91,7 +91,7 @@ def _running(
     layout = _layout_of_table(values["layout"])
     with reporting(layout), unsharded(), torch.no_grad():
         arena, spec = arena_for(layout, q.device), _spec_of(layout, q, k=k, v=v, values=values)
-        yield arena, spec, choose(spec, q, k=k, v=v, method=values["method"])
+        yield arena, spec, choose(arena, spec, q, k=k, v=v, method=values["method"])
 
 
 def _spec_of(

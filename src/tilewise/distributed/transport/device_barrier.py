@@ -140,7 +140,8 @@ class DeviceBarrier:
         fingerprints = {rank: flag & 0x7FFFFFFF for rank, flag in zip(self.members, flags)}
         if absent:
             mine = self._text(number, self.rank, fingerprint=fingerprints[self.rank])
-            self.host.lost = self.host.absence(absent, f"call {number}, {mine}")
+            reason = self.host.reported(mine)
+            self.host.lost = reason or self.host.absence(absent, f"call {number}, {mine}")
             raise RankLost(self.host.lost)
         earlier = "" if signature else f" (in call {number}, of which this is the next)"
         for rank, fingerprint in fingerprints.items():

@@ -117,7 +117,11 @@ class Barrier:
             self.store.set(keys[self.rank], f"{signature}{NOTE}{note}")
             self.number = number
             self.store.wait(keys, self.timeout)
-            texts = [self.store.get(key).decode() for key in keys]
+            store: Any = self.store
+            if store.has_extended_api():  # one round trip
+                texts = [x.decode() for x in store.multi_get(keys)]
+            else:
+                texts = [store.get(key).decode() for key in keys]
             if self.store.add(self._key(number), 1) == self.ranks:
                 self._delete([*keys, self._key(number)])
             self._delete(self.left)  # all have come to this epoch, and so read those
@@ -167,23 +171,34 @@ class Barrier:
         return "/".join(map(str, (self.epoch, number, *rank)))
 
     def _why(self, signature: str, keys: list[str], *, error: Exception) -> str:
-        if len(self.nodes) > 1:  # some that wait for a rank of another node may be about to say so
-            time.sleep(min(1.0, self.timeout.total_seconds() / 4))
         try:
+            if (reason := self.reported(signature, keys)) is not None:
+                return reason
             absent = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
-            for rank in set(range(len(keys))).difference(absent):
-                text = self.store.get(keys[rank]).decode()
-                if text.startswith(RAISED + RankLost.__name__):
-                    return text.partition(": ")[2]
-                if text.startswith(RAISED):
-                    text = f"{self.named([rank])} raised {text.removeprefix(RAISED)}"
-                    return f"call {self.number}, {signature}, did not end: {text}"
         except dist.DistError:
             return (
                 f"call {self.number}, {signature}: the store of the process group, which rank 0 or "
                 f"torchrun holds, does not answer ({error})"
             )
         return self.absence(absent, f"call {self.number}, {signature}")
+
+    def reported(self, signature: str, keys: list[str] | None = None) -> str | None:
+        """Returns why a call did not end, if another rank has left it at a barrier, by default the
+        next one: of several nodes, one that waits for a rank of another.
+        """
+        if len(self.nodes) == 1:
+            return None
+        time.sleep(min(1.0, self.timeout.total_seconds() / 4))  # it may be about to
+        if keys is None:
+            keys = [self._key(self.number + 1, rank) for rank in range(self.ranks)]
+        for rank, key in enumerate(keys):
+            text = self.store.get(key).decode() if self.store.check([key]) else ""
+            if text.startswith(RAISED + RankLost.__name__):
+                return text.partition(": ")[2]
+            if text.startswith(RAISED):
+                text = f"{self.named([rank])} raised {text.removeprefix(RAISED)}"
+                return f"call {self.number}, {signature}, did not end: {text}"
+        return None
 
     def absence(self, absent: list[int], call: str) -> str:
         """Writes the message that these ranks did not come to a call."""
