@@ -7,10 +7,10 @@ only by a commit that says what it adds and why; the others never.
 import pytest
 from helpers.counters import count
 
-AT_LEAST = {"arguments by keyword, percent": 18.6}
+AT_LEAST = {"arguments by keyword, percent": 18.7}
 AT_MOST = {
     # Sizes
-    "lines": 53_207,
+    "lines": 53_545,
     "files that name softcap": 28,
     "files that name sinks": 36,
     "files attention() imports": 40,
@@ -24,7 +24,7 @@ AT_MOST = {
     "dispatchers": 1,
     "check files": 2,
     # Plain English
-    "calls with *x per 1,000 lines": 1.60,
+    "calls with *x per 1,000 lines": 1.59,
     "calls with a tuple's *": 0,
     "vague locals": 32,
     "docstrings without a subject": 0,

@@ -27,8 +27,8 @@ PUBLIC = {
     "tilewise.sparse": "BlockLists BlockMask create_block_mask",
     "tilewise.reference": "attention_reference merge_states",
     "tilewise.distributed": """CacheShards ContextParallel Layout Plan PullTimeout RankLost
-        RankMismatch attention context_parallel contiguous documents from_positions plan striped
-        zigzag""",
+        RankMismatch Simulation attention context_parallel contiguous documents from_positions plan
+        simulate striped zigzag""",
     "tilewise.errors": "ArgumentError PerformanceWarning",
     "tilewise.testing": """SMEM_LIMIT TARGETS build emulate emulator_seed interpret
         interpreter_is_on interpreting repair stats use_emulator use_interpreter""",

@@ -9,6 +9,7 @@ from .api.attention import attention
 from .api.cache import CacheShards
 from .api.context import context_parallel
 from .api.plan import Plan, plan
+from .api.simulate import Simulation, simulate
 from .layouts.layout import Layout
 from .layouts.partition import contiguous, documents, from_positions, striped, zigzag
 from .transport.failure import PullTimeout, RankLost, RankMismatch
@@ -24,12 +25,14 @@ __all__ = [
     "PullTimeout",
     "RankLost",
     "RankMismatch",
+    "Simulation",
     "attention",
     "context_parallel",
     "contiguous",
     "documents",
     "from_positions",
     "plan",
+    "simulate",
     "striped",
     "zigzag",
 ]
