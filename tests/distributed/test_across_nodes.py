@@ -15,6 +15,7 @@ from helpers.processes import run
 from helpers.shards import FEATURES, NAMES, OF_HEADS, Case, deals, merges
 from helpers.tiers import sample, sample_rows
 
+import tilewise
 import tilewise.distributed as td
 from tilewise.distributed.layouts.work import Band, keys_of
 from tilewise.distributed.methods import heads, stream
@@ -127,6 +128,43 @@ def by_default(rank):
 
 def test_the_default_between_nodes():
     run(by_default, 2)
+
+
+def other_forms(rank):
+    """Compiled, inside of the context, by a mesh, and without gradients."""
+    torch.manual_seed(rank)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 1))
+    for group in (dist.group.WORLD, mesh):
+        layout = td.zigzag(40, group)
+        q, k, v, dout = torch.randn(4, 1, layout.tokens, 4, 16).unbind(0)
+
+        def attend(q, k, v, layout=layout):
+            return td.attention(q, k, v, layout=layout, causal=True, method="stream")
+
+        def inside(q, k, v, layout=layout):
+            with td.context_parallel(layout, method="stream"):
+                return tilewise.attention(q, k, v, causal=True)
+
+        found = []
+        compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+        for call in (attend, compiled, inside):
+            leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+            out = call(*leaves)
+            found.append([out.detach(), *torch.autograd.grad(out, leaves, dout)])
+            with torch.no_grad():
+                assert torch.equal(call(q, k, v), out)
+        assert all(torch.equal(x, y) for other in found[1:] for x, y in zip(found[0], other))
+        assert arena_of(layout.group, CPU).nodes.members == ((0,), (1,))
+
+
+def forms(rank):
+    with elsewhere(SINGLE, rank):
+        other_forms(rank)
+
+
+@pytest.mark.slow
+def test_other_forms():
+    run(forms, 2)
 
 
 def on_device(rank, nodes):

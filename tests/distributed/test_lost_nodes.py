@@ -88,6 +88,9 @@ def lost(rank, step, count, kind, is_device=False):
             return
         if restore is not None:
             restore()
+        if kind == "raises" and step:  # before the others wait for it, or after it sent
+            assert rank == VICTIM or isinstance(error, td.RankMismatch)
+            attended(layout)  # the group goes on
         again(rank)
 
 

@@ -30,8 +30,8 @@ def contiguous(seqlen: int, group: Any = None) -> Layout:
 
     Args:
         seqlen: tokens in the sequence.
-        group: a process group, a one-dimensional DeviceMesh, or a number of ranks; None is the
-            default group.
+        group: a process group, a DeviceMesh of ranks, or of nodes and their ranks, or a number of
+            ranks; None is the default group.
 
     Raises:
         ArgumentError: an argument is wrong.
@@ -51,8 +51,8 @@ def zigzag(seqlen: int, group: Any = None) -> Layout:
 
     Args:
         seqlen: tokens in the sequence.
-        group: a process group, a one-dimensional DeviceMesh, or a number of ranks; None is the
-            default group.
+        group: a process group, a DeviceMesh of ranks, or of nodes and their ranks, or a number of
+            ranks; None is the default group.
 
     Raises:
         ArgumentError: an argument is wrong.
@@ -73,8 +73,8 @@ def striped(seqlen: int, group: Any = None, block: int = 128) -> Layout:
 
     Args:
         seqlen: tokens in the sequence.
-        group: a process group, a one-dimensional DeviceMesh, or a number of ranks; None is the
-            default group.
+        group: a process group, a DeviceMesh of ranks, or of nodes and their ranks, or a number of
+            ranks; None is the default group.
         block: tokens per block.
 
     Raises:
@@ -102,8 +102,8 @@ def documents(cu_seqlens: Sequence[int] | Tensor, group: Any = None, chunk: int 
 
     Args:
         cu_seqlens: where documents begin, and the end.
-        group: a process group, a one-dimensional DeviceMesh, or a number of ranks; None is the
-            default group.
+        group: a process group, a DeviceMesh of ranks, or of nodes and their ranks, or a number of
+            ranks; None is the default group.
         chunk: tokens per chunk. Shorter chunks balance work better, and give a rank more runs.
 
     Raises:
@@ -126,8 +126,8 @@ def from_positions(positions: Tensor | Sequence[Tensor], group: Any = None) -> L
 
     Args:
         positions: each rank's positions, in its order; together they contain each position once.
-        group: a process group, a one-dimensional DeviceMesh, or a number of ranks; None is the
-            default group.
+        group: a process group, a DeviceMesh of ranks, or of nodes and their ranks, or a number of
+            ranks; None is the default group.
 
     Raises:
         ArgumentError: an argument is wrong.

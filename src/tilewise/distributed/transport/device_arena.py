@@ -145,6 +145,7 @@ class DeviceArena(Arena):
             yield
 
     def abandon(self, error: BaseException | None) -> None:
+        super().abandon(error)
         if self.has_streams:  # what an error frees may still be pulled into
             torch.cuda.current_stream(self.device).wait_stream(self.side)
         if error is not None:

@@ -64,6 +64,8 @@ class Arena:
 
     def abandon(self, error: BaseException | None) -> None:
         """Ends the epoch after an error of this rank; None if the other ranks have learnt of it."""
+        if self.links is not None:
+            self.links.settle()
 
     def of(self, rank: int, nbytes: int) -> Tensor:
         """Views what a rank has published, uint8: after `meet`, until the call after the next."""

@@ -7,6 +7,7 @@ dies or stands still can keep the other waiting, and that one is named.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -27,6 +28,7 @@ class Links:
 
     def __init__(self, host: Barrier, nodes: Nodes, *, group: Any, device: torch.device) -> None:
         self.host, self.nodes, self.group = host, nodes, group
+        self.pending: list[Any] = []  # exchanges that were begun and not finished
         check_group(group, device)
         if device.type == "cuda":  # NCCL wants all ranks at the first of its calls, not a few
             dist.all_reduce(torch.zeros(1, device=device), group=group)
@@ -49,7 +51,9 @@ class Links:
             works = dist.batch_isend_irecv(ops) if ops else works
         except RuntimeError as error:
             self._lose(peers, error)
-        return list(zip(peers, works))
+        exchange = list(zip(peers, works))
+        self.pending.append(exchange)
+        return exchange
 
     def finish(self, works: Sequence[tuple[int, Any]]) -> None:
         """Waits for an exchange: on a CPU the process, else the current stream."""
@@ -58,6 +62,14 @@ class Links:
                 work.wait()
             except RuntimeError as error:
                 self._lose([peer], error)
+        self.pending = [x for x in self.pending if x is not works]
+
+    def settle(self) -> None:
+        """Ends what an error has left: the other ends have begun it, too, and it still writes."""
+        while self.pending:
+            for _, work in self.pending.pop():
+                with contextlib.suppress(RuntimeError):
+                    work.wait()
 
     def _lose(self, peers: list[int], error: Exception) -> NoReturn:
         host = self.host
