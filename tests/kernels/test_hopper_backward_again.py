@@ -15,6 +15,7 @@ from helpers.fake_kernels import (
 )
 from helpers.hopper_relaunch import fake_launches
 from helpers.looks import CALLS, call_of, counts
+from helpers.work import entered
 from triton import knobs
 
 from tilewise.kernels.hopper import copy_rows
@@ -63,6 +64,17 @@ def test_backward(log, memory, name):
         assert again[0] == last[0] and again[2] == last[2]
         assert plain(again[3]) == plain(more[3]) == plain(last[3]), last[0]
         assert compiled_for(first[3]) == compiled_for(last[3])
+
+
+def test_a_warm_backward_enters_few_functions(log, memory):
+    """Autograd's thread enters them, which slept before."""
+    call = call_of("plain")
+    given = saved_of(call, torch.randn(call[2][0].shape).to(BF16))
+    back = bwd_launch.prepare_backward(*call[:2])
+    for _ in range(3):
+        memory.begin()
+        functions = [x.rpartition(":")[2] for x in entered(lambda: back(*given))]
+    assert functions == ["gradients", "__call__", "may_relaunch", *["launch"] * 3], functions
 
 
 def test_what_is_launched_between_the_kernels_of_a_backward(log):

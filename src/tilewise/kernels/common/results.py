@@ -55,7 +55,9 @@ def backward_of(plan: Callable[..., Program]) -> Callable[..., Grads]:
     run = Planned(BACKWARD, plan)
 
     def gradients(saved: Saved, extras: Extras, between: Between | None = None) -> Grads:
-        return Grads._make(run((*saved, *extras.tensors), between))
+        tensors = *saved, *extras[:-1], *extras[-1]
+        program = None if overrides else run.program  # as of a forward
+        return Grads._make((program or run)(tensors, between))
 
     return gradients
 
