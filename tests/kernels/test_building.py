@@ -4,11 +4,14 @@ import contextlib
 import os
 import subprocess
 import sys
+import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from helpers.tiers import sample
+from helpers.waits import DEADLINE
 
 from tilewise.kernels.common import building, program
 from tilewise.kernels.portable import launch
@@ -54,6 +57,22 @@ FAILURES = {
         "Python's headers",
     ),
 }
+
+
+def test_kernels_are_compiled_side_by_side():
+    """Each waits for all others; what fails is left to its launch."""
+    together, done = threading.Barrier(3), []
+
+    def compilation(name, error=None):
+        together.wait(DEADLINE)
+        done.append(name)
+        if error is not None:
+            raise error
+
+    compilations = [partial(compilation, name) for name in ("delta", "dkdv")]
+    failing = partial(compilation, "dq", RuntimeError("out of registers"))
+    building.side_by_side([*compilations, failing], torch.device("cpu"))
+    assert sorted(done) == ["delta", "dkdv", "dq"]
 
 
 class Fails:

@@ -5,11 +5,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import subprocess
-from collections.abc import Mapping, Sequence
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from triton import knobs
+from triton.runtime import driver
+from triton.runtime.cache import triton_key
 from triton.runtime.jit import JITFunction
 
 from ...tile.mask import apply_mask
@@ -30,12 +35,35 @@ def is_interpreted() -> bool:
     return not isinstance(apply_mask, JITFunction)
 
 
+def _prepare() -> None:
+    """What Triton does once before its first kernel: it hashes itself, 400 MB, and compiles its
+    driver's helper.
+    """
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)  # else each MB waits 5 ms for Python's lock, twice
+    try:
+        triton_key()
+        driver.active  # noqa: B018
+    except Exception:
+        pass  # the first kernel meets and names it
+    finally:
+        sys.setswitchinterval(interval)
+
+
+_preparing = threading.Thread(target=_prepare)
+# This module is imported by a first call, and many others after it: both take half a second
+if torch.cuda.is_initialized() and not is_interpreted():
+    _preparing.start()
+
+
 def first_launch(
     kernel: Any, programs: int, args: Sequence[Any], options: Mapping[str, Any]
 ) -> Any:
     """The compiled kernel, launched. RuntimeError, from what Triton raised, where a folder cannot
     be written or a compiler is missing or fails.
     """
+    if _preparing.is_alive():
+        _preparing.join()
     try:
         return kernel[(programs,)](*args, **options)
     except (OSError, subprocess.SubprocessError, RuntimeError) as error:
@@ -45,6 +73,21 @@ def first_launch(
             f"the kernels of tilewise cannot be compiled here ({type(error).__name__}: {error}): "
             f"{remedy}"
         ) from error
+
+
+def side_by_side(compilations: Sequence[Callable[[], Any]], device: torch.device) -> None:
+    """Compiles several kernels at once: most of the time the compiler holds no lock of Python's.
+    What one of them raises, its launch raises again.
+    """
+
+    def run(compilation: Callable[[], Any]) -> None:
+        with contextlib.suppress(Exception), on_device(device):  # a thread begins with the first
+            compilation()
+
+    if _preparing.is_alive():
+        _preparing.join()
+    with ThreadPoolExecutor(len(compilations)) as threads:
+        list(threads.map(run, compilations))
 
 
 @functools.lru_cache(maxsize=64)

@@ -18,7 +18,7 @@ import triton
 from ...emulation import cpu_modes, interpret
 from ...tuning.select import overrides
 from .alignment import ALIGNMENT
-from .building import first_launch, on_device
+from .building import first_launch, on_device, side_by_side
 from .direct import Relaunch, past_triton, relaunch_of
 from .operand import Operand, Provided, Within, filled, gaps_in, operands_of
 from .relaunch import may_relaunch
@@ -57,6 +57,11 @@ class Launch(NamedTuple):
             first_launch(kernel, self.programs, args, without_assembly(self.constants))
             return None
         return first_launch(self.kernel, self.programs, args, self.constants | self.options)
+
+    def compilation(self, values: dict[str, Any]) -> Callable[[], Any]:
+        """A function that compiles the kernel for tensors of these names, and launches nothing."""
+        args, options = self.filled(values), self.constants | self.options
+        return functools.partial(self.kernel.warmup, *args, grid=(self.programs,), **options)
 
     def relaunch_of(self, compiled: Any, values: dict[str, Any]) -> Relaunch | None:
         """A launch of the compiled kernel as a function of a stream and of a row of addresses, in
@@ -229,6 +234,8 @@ class Program:
             values |= self._provided()
             triton.set_allocator(scratch)  # per thread: autograd's backward runs in its own
             outputs = tuple(None if n is None else new_tensors[n] for n in self.returned)
+            if self.device.type == "cuda" and self.again is None and len(self.launches) > 1:
+                side_by_side([x.compilation(values) for x in self.launches], self.device)
             for step in self.steps:
                 if isinstance(step, TorchStep):
                     step.function(*[values[name] for name in step.names])

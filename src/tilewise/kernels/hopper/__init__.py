@@ -124,11 +124,13 @@ def __getattr__(name: str) -> Any:
     """Attributes of the launch modules, imported lazily: CPU calls import no Triton."""
     if name not in LAUNCHES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from .bwd import launch as bwd_launch
-    from .fwd import fp8_launch, launch
-
     if name in OF_FP8:
+        from .fwd import fp8_launch
+
         globals()[name] = getattr(fp8_launch, name)
     else:
+        from .bwd import launch as bwd_launch
+        from .fwd import launch
+
         globals()[name] = getattr(bwd_launch if "backward" in name else launch, name)
     return globals()[name]
