@@ -12,10 +12,17 @@ import triton.language as tl
 
 from ...tile.fp8 import quantize
 from ...tile.types import Strided
+from ..common.lengths import for_all_lengths
 from .rotary import turned
 
 SEQUENCES_PER_GROUP = tl.constexpr(128)  # sequences, or slots, per group
 ROWS_PER_PROGRAM = tl.constexpr(1024)  # of a table of padded sequences
+
+
+# Integers that say nothing of how addresses are aligned
+LENGTHS = "new.batch", "new.seqlen", "new.positions", "total"
+LENGTHS += "cache.table_stride", "cache.pages", "cache.num_pages"
+LENGTHS += "prologue.total_q", "prologue.seqlen_q"
 
 
 class NewKeys(NamedTuple):
@@ -67,6 +74,7 @@ class Widths(NamedTuple):
     AT_FIRST: bool = False  # all queries of a sequence are at its first position
 
 
+@for_all_lengths(LENGTHS)
 @triton.jit
 def cache_append_kernel(new, cache, prologue, total, WIDTHS: tl.constexpr):
     program = tl.program_id(0)

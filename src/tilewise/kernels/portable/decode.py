@@ -26,9 +26,14 @@ from ...tile.softmax import finish, load_sink
 from ...tile.splits import SeenKeys, SplitState, fold, keys_seen, piece_keys
 from ...tile.types import Lengths, Sequence, Strided
 from ..common.io import clear_tail
+from ..common.lengths import for_all_lengths
 from .places import find_keys, find_pages, first_places, next_places
 from .scales import k_row_scales, k_sequence_scale, v_row_scales, v_sequence_scale
 from .split_step import add_sums, attend, spread_sums
+
+# Integers that say nothing of how addresses are aligned
+LENGTHS = "sizes", "numbers", "cache.table_stride", "cache.pages", "cache.num_pages"
+LENGTHS += "partials.rows", "partials.blocks", "partials.lead"
 
 
 class Cache(NamedTuple):
@@ -79,6 +84,7 @@ class QueryTile(NamedTuple):
     keys: SeenKeys  # by the whole block
 
 
+@for_all_lengths(LENGTHS)
 @triton.jit
 def attn_split_kernel(
     q, cache, partials, out, lse, optionals, sizes, numbers, split_size,
@@ -99,18 +105,9 @@ def attn_split_kernel(
         if batch >= sizes.packed:  # the grid has programs enough for any lengths
             return
     rows = open_rows(
-        m_block * TOKENS,
-        head_k,
-        batch,
-        TOKENS,
-        cache,
-        optionals,
-        sizes,
-        numbers,
-        split_size,
-        FEATURES,
-        TILE.BLOCK_M,
-    )
+        m_block * TOKENS, head_k, batch, TOKENS, cache, optionals, sizes, numbers, split_size,
+        FEATURES, TILE.BLOCK_M,
+    )  # fmt: skip
     first, stop = rows.keys.piece, rows.keys.stop
     if not IN_ONE:
         nth = tl.program_id(0) // partials.blocks
@@ -136,6 +133,7 @@ def attn_split_kernel(
             store_partial(partials, state, queries, first, sizes, FEATURES, TILE.BLOCK_DV)
 
 
+@for_all_lengths(LENGTHS)
 @triton.jit
 def attn_fold_kernel(
     cache, partials, out, lse, optionals, sizes, numbers, split_size,
@@ -150,18 +148,9 @@ def attn_fold_kernel(
         if batch >= sizes.packed:
             return
     rows = open_rows(
-        m_block * TOKENS,
-        head_k,
-        batch,
-        TOKENS,
-        cache,
-        optionals,
-        sizes,
-        numbers,
-        split_size,
-        FEATURES,
-        BLOCK_M,
-    )
+        m_block * TOKENS, head_k, batch, TOKENS, cache, optionals, sizes, numbers, split_size,
+        FEATURES, BLOCK_M,
+    )  # fmt: skip
     column = tl.program_id(0) % PARTS * COLUMNS
     state = no_keys(BLOCK_M, COLUMNS)
     first = rows.keys.piece

@@ -11,6 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
+from ...common.lengths import for_all_lengths
 from ..dependents import start_dependents
 from ..layouts import shared
 from ..pipeline import Ring, allocate_barrier, allocate_ring, make_barrier
@@ -34,6 +35,7 @@ class Rings(NamedTuple):
     v_scales: Any = 0
 
 
+@for_all_lengths(("table.stride", "table.num_pages", "sizes", "numbers"))
 @gluon.jit
 def hopper_decode_kernel(
     q,

@@ -197,9 +197,9 @@ def table_of(cached: Cached) -> Table:
     """Where pages lie; without a table a sequence is a page."""
     table, k = cached.page_table, cached.k
     if table is None:
-        return Table(None, 0, *k.shape[:2])
+        return Table(None, 0, 0, 0)
     table = table if table.stride(1) == 1 else table.contiguous()
-    return Table(table, table.stride(0), *k.shape[:2])
+    return Table(table, table.stride(0), num_pages=k.shape[0], page_size=k.shape[1])
 
 
 def forward(cached: Cached, out: Tensor, lse: Tensor) -> DecodeStep | None:
