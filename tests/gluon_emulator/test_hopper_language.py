@@ -110,6 +110,25 @@ def test_prefix_sums():
 
 
 @triton.jit
+def largest(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def scan_kernel(x, maxima, N: tl.constexpr):
+    r = tl.arange(0, N)
+    tile = r[:, None] * N + r[None, :]
+    tl.store(maxima + tile, tl.associative_scan(tl.load(x + tile), 1, largest))
+    backwards = tl.associative_scan(tl.load(x + tile), 0, largest, reverse=True)
+    tl.store(maxima + N * N + tile, backwards)
+
+
+def test_prefix_maxima():
+    x = torch.randint(-50, 50, (64,)).float()
+    same_in_both(scan_kernel, [(128, torch.float32)], x, N=8)
+
+
+@triton.jit
 def larger(a, i, b, j):
     keep = a >= b
     return tl.where(keep, a, b), tl.where(keep, i, j)

@@ -145,13 +145,13 @@ def test_where_a_tile_is_folded_changes_no_bit(most, ahead, name, monkeypatch):
     """
     import triton.language as tl
 
-    from tilewise.kernels.hopper.decode import fold
+    from tilewise.kernels.hopper.decode import factors
     from tilewise.tile import split_schedule
 
     s = drawn([1, 40], [520, 650])
     found = run(s, 16, **FEATURES[name])
     monkeypatch.setattr(split_schedule, "MANY_STATES", tl.constexpr(most))
-    monkeypatch.setattr(fold, "STATES_AHEAD", tl.constexpr(ahead))
+    monkeypatch.setattr(factors, "STATES_AHEAD", tl.constexpr(ahead))
     assert_equal(run(s, 16, **FEATURES[name]), found)
 
 

@@ -273,7 +273,7 @@ def _load_parameter(code: Program, targets, address: Address, access: Access) ->
 def store(code: Program, one: Instruction) -> Step:
     """The opposite; of a wider register the low bits."""
     access = Access(one)
-    address, source = one.operands
+    address, source, *_ = one.operands  # and the policy of the L2 cache
     sources = source.items if isinstance(source, Vector) else (source,)
     if len(sources) != access.count or access.space == "param":
         raise unknown(one)

@@ -87,13 +87,13 @@ def test_folds(most, ahead, seed, monkeypatch):
     """By all programs, in slices, or by the one that ends the last part."""
     import triton.language as tl
 
-    from tilewise.kernels.hopper.decode import fold
+    from tilewise.kernels.hopper.decode import factors
     from tilewise.tile import split_schedule
 
     s = sequences([1, 40], [520, 650], (4, 2), (64, 64), BF16)
     q, cache = torch.cat(s.q), cache_of(s, 16)
     monkeypatch.setattr(split_schedule, "MANY_STATES", tl.constexpr(most))
-    monkeypatch.setattr(fold, "STATES_AHEAD", tl.constexpr(ahead))
+    monkeypatch.setattr(factors, "STATES_AHEAD", tl.constexpr(ahead))
     found = run(monkeypatch, q, cache, seed, causal=True)
     assert_right(q, cache_of(s, None), found, causal=True)
 

@@ -158,7 +158,8 @@ def test_parts_of_both_kinds_alternate(queries, lengths, programs):
     "batch, keys, room, expected",
     [
         (1, 8192, 2**20, (1, 16)),  # 128 pieces for 132 programs
-        (8, 8192, 2**20, (4, 4)),  # 1,024, of which each has two parts
+        (8, 8192, 2**20, (8, 2)),  # 1,024, of which each has one part
+        (9, 8192, 2**20, (4, 4)),  # 1,152, of which each has two or three
         (32, 8192, 2**20, (16, 1)),  # whole tiles, two a program, without a fold
         (1, 2**20, 2**20, (4, 512)),  # 124 a program, in parts that are no longer
         (8, 8192, 127, (16, 1)),  # no room for the states of 8 queries times 16 pieces
@@ -231,6 +232,18 @@ def test_parts_cover_each_piece_once(queries, lengths, programs, has_many):
         assert parts > 1 or pieces[batch] == 1 or behind > programs * pieces[batch]
         behind -= count
     assert behind == 0
+
+
+@pytest.mark.parametrize("is_uneven", [False, True])
+def test_uneven_tiles_end_in_short_parts(is_uneven):
+    """Whole tiles of 6 pieces, or parts of four of longer ones, would end late; where one tile has
+    almost all, parts are equal.
+    """
+    lengths = [512 * (1 + n * n // 8) for n in range(16)] if is_uneven else [512] * 15 + [2**15]
+    found, _, _ = in_order([1] * 16, lengths, 16)
+    counts = [count for *_, count, _, _, _ in found]
+    assert (set(counts[-32:]) == {1}) == is_uneven
+    assert is_uneven or set(counts) == {1, 4}
 
 
 def test_tiles_are_whole_without_room_for_states():

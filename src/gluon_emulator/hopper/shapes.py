@@ -1,6 +1,7 @@
 """What reshapes a block, and what reduces one."""
 
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -83,6 +84,14 @@ def cumsum(input: Any, axis: Any = 0, reverse: Any = False, dtype: Any = None) -
     axis = int(axis)
     total = x.flip(axis).cumsum(axis).flip(axis) if reverse else x.cumsum(axis)
     return Value(fit(total, kind), kind)
+
+
+def associative_scan(input: Any, axis: Any, combine_fn: Any, reverse: Any = False) -> Value:
+    """What a function of the kernel's own makes of each element and all before it."""
+    rows = [Value(row, input.dtype) for row in as_tensor(input).unbind(int(axis))]
+    folded = list(accumulate(rows[::-1] if reverse else rows, combine_fn))
+    folded = folded[::-1] if reverse else folded
+    return Value(torch.stack([as_tensor(row) for row in folded], int(axis)), input.dtype)
 
 
 def _extreme(best: Any, best_place: Any) -> Callable[..., Any]:

@@ -28,7 +28,7 @@ _AS_NAMED = """
 """.split()
 _SHAPES = """
     expand_dims broadcast broadcast_to reshape ravel permute trans join split sum cumsum
-    max min reduce
+    max min reduce associative_scan
 """.split()
 
 _LANGUAGE: dict[str, Any] = {

@@ -27,8 +27,11 @@ from .splits import keys_seen
 GROUP = tl.constexpr(32)  # sequences that are looked at together: the lanes of a warp
 PARTS_A_PROGRAM = tl.constexpr(2)  # of equal parts: more write more states, fewer end less evenly
 LONGEST_PART = tl.constexpr(4)  # pieces of a tile that is divided
+LONGEST_ALONE = tl.constexpr(8)  # of a program that has one; with more, SMs end too far apart
 LAST_PIECES = tl.constexpr(3)  # of each program, which are parts of their own
 MANY_TILES = tl.constexpr(8)  # of each program: parts become shorter
+UNEVEN = tl.constexpr(0.75)  # pieces of the mean tile over the longest's: parts become shorter
+LONGEST_UNEVEN = tl.constexpr(8)  # equal parts of that: a longer one ends last in any order
 MANY_STATES = tl.constexpr(256)  # of a tile, pieces times rows; more are folded by all programs
 LAST = tl.constexpr(2**31 - 1)  # a number past all parts
 MOST, MANY = tl.constexpr(2**15), tl.constexpr(2**25)
@@ -37,8 +40,7 @@ CHUNK_ROWS = tl.constexpr(128)  # of a tile of the training forward
 # Time of a key in such a tile over that of a key in a tile of decoding. Six steps on an H100, the
 # mean of FlashAttention-3's time over ours: 1.102; with 1.5, 1.8 and 2.2 1.080, 1.027 and 0.930
 COST_OF_CHUNK = tl.constexpr(1.2)
-FOLD_ROWS = tl.constexpr(8)  # of a slice of the output
-FOLD_COLUMNS = tl.constexpr(32)
+FOLD_ROWS, FOLD_COLUMNS = tl.constexpr(8), tl.constexpr(32)  # of a slice of the output
 
 
 class SplitSizes(NamedTuple):
@@ -69,6 +71,8 @@ class Share(NamedTuple):
     pieces: tl.tensor  # of an equal part, at most
     total: tl.tensor  # pieces of all tiles
     programs: tl.tensor
+    is_uneven: tl.tensor = False  # whether some tiles have far more than others
+    longest: tl.tensor = LONGEST_PART  # pieces of a part of a tile that is divided equally
 
 
 class Division(NamedTuple):
@@ -171,17 +175,27 @@ def share_of(lane, programs, call, FEATURES: tl.constexpr, TOKENS: tl.constexpr)
     it says that there is no end of pieces, and tiles are whole.
     """
     total, queries, first = programs * 0, programs * 0, programs * 0
+    tiles, most = programs * 0, programs * 0
     while first < call.sizes.batch:
         of = sequence_at(first + lane, call, FEATURES=FEATURES)
-        total += tl.sum(tl.cdiv(of.seqlen_q, TOKENS) * of.pieces, 0)
+        tiles_of = tl.cdiv(of.seqlen_q, TOKENS)
+        total += tl.sum(tiles_of * of.pieces, 0)
+        tiles += tl.sum(tiles_of, 0)
+        most = tl.maximum(most, tl.max(tl.where(tiles_of > 0, of.pieces, 0), 0))
         # 32-bit sums, which the whole warp has at once; none may overflow
         few = tl.minimum(of.seqlen_q, MOST) * tl.minimum(of.pieces, MOST)
         queries = tl.minimum(queries + tl.sum(tl.minimum(few, MANY), 0), MANY)
         first += GROUP
-    total *= call.sizes.nheads
+    is_uneven = total < UNEVEN * tiles.to(tl.float32) * most
+    total, tiles = total * call.sizes.nheads, tiles * call.sizes.nheads
     has_room = queries <= call.sizes.room
     pieces = tl.maximum(tl.cdiv(total, programs * PARTS_A_PROGRAM), 1)
-    return Share(tl.where(has_room, pieces, MANY), tl.where(has_room, total, LAST), programs)
+    is_uneven = has_room & is_uneven & (most <= LONGEST_UNEVEN * pieces)
+    alone = tl.maximum(tl.cdiv(total, programs), 1)
+    fits = has_room & (alone <= LONGEST_ALONE) & (tiles * tl.cdiv(most, alone) <= programs)
+    longest = tl.where(fits, alone, LONGEST_PART)
+    pieces = tl.where(fits, alone, tl.where(has_room, pieces, MANY))
+    return Share(pieces, tl.where(has_room, total, LAST), programs, is_uneven, longest=longest)
 
 
 @triton.jit
@@ -189,7 +203,7 @@ def divide_equally(pieces, share):
     """Parts that are all alike but the last. A tile of at most `share.pieces` is one part, which
     needs no fold.
     """
-    most = tl.where(pieces <= share.pieces, share.pieces, tl.minimum(share.pieces, LONGEST_PART))
+    most = tl.where(pieces <= share.pieces, share.pieces, tl.minimum(share.pieces, share.longest))
     parts = tl.maximum(tl.cdiv(pieces, most), 1)
     return Division(tl.maximum(tl.cdiv(pieces, parts), 1), parts, parts=parts)
 
@@ -200,15 +214,14 @@ def divide(pieces, tiles, before, share):
     tiles as long as each program has as much left to do afterwards, and of the last pieces of all
     parts of one.
     """
-    left = share.total - before
-    a_tile_each = share.programs * pieces
+    left, a_tile_each = share.total - before, share.programs * pieces
     is_whole = left - tiles * pieces >= a_tile_each
     longer = tl.maximum(left - share.programs * LAST_PIECES, 0) // tl.maximum(tiles, 1)
     count = tl.minimum(longer, pieces) // LONGEST_PART
     length = tl.where(count > 0, LONGEST_PART, 1)
     parts = count + pieces - count * length
     equal = divide_equally(pieces, share)
-    is_equal = share.total // MANY_TILES < a_tile_each
+    is_equal = (share.total // MANY_TILES < a_tile_each) & (share.is_uneven == 0)
     length = tl.where(is_whole, tl.maximum(pieces, 1), length)
     count = tl.where(is_whole, 1, count)
     parts = tl.where(is_whole, 1, tl.maximum(parts, 1))
@@ -268,8 +281,7 @@ def find_sequence(
             before = pieces_after + tl.cumsum(pieces, 0) - pieces
             division = divide(of.pieces, tiles, before=before, share=share)
             pieces_after += tl.sum(pieces, 0)
-        parts = division.parts
-        times = parts
+        parts, times = division.parts, division.parts
         if IS_FOLD:
             slices = slices_of(of.seqlen_q, FEATURES, ROWS=ROWS, BLOCK_DV=BLOCK_DV)
             has_slices = is_sliced(of.pieces, parts, of.seqlen_q, FEATURES, ROWS)
@@ -278,7 +290,7 @@ def find_sequence(
         if is_long is not None:
             works = tl.where((of.seqlen_q * FEATURES.GROUP > LONG_ROWS) == is_long, works, 0)
         rows = tl.where(parts > 1, of.seqlen_q * of.pieces, 0)
-        rows = rows * (call.sizes.nheads * FEATURES.GROUP)
+        rows *= call.sizes.nheads * FEATURES.GROUP
         after += tl.sum(works, 0)
         rows_after += tl.sum(rows, 0)
     before, rows_before = after - tl.sum(works, 0), rows_after - tl.sum(rows, 0)

@@ -70,10 +70,15 @@ def attend_partition(
             release_by_threads(rings.q, q_state)
             q_state = advance(q_state, TILE.Q_STAGES)
         elif TILE.WARPGROUPS == 1:
-            fold_slice(work, output, counters=counters, call=call, FEATURES=FEATURES, TILE=TILE)
+            fold_slice(
+                work, output, smem=smem, counters=counters, call=call, FEATURES=FEATURES, TILE=TILE
+            )
         else:
             if work.index % TILE.WARPGROUPS == WG:
-                fold_slice(work, output, counters=counters, call=call, FEATURES=FEATURES, TILE=TILE)
+                fold_slice(
+                    work, output, smem=smem, counters=counters, call=call, FEATURES=FEATURES,
+                    TILE=TILE,
+                )  # fmt: skip
         work = receive_work(rings.messages, messages_state)
 
 

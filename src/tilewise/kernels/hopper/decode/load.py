@@ -72,13 +72,21 @@ def load_partition(sources, rings, counters, call, FEATURES: gl.constexpr, TILE:
     part, streams = find_part(number, streams, lane, share, call, FEATURES, TILE)
     if TILE.WARPGROUPS == 1:
         mbarrier.wait(rings.ready.index(0), 0)
+    # Where others copy, this warp could hold two parts more than it has work for, while programs
+    # that end early have none: it fetches a number when the part before has begun
+    FETCHES_LATE: gl.constexpr = not TILE.BY_TMA and TILE.WARPGROUPS == 1
     while part.is_work:
-        fetched = fetch_next_tile(counters, True)
+        fetched = 0
+        if not FETCHES_LATE:
+            fetched = fetch_next_tile(counters, True)
         work = open_part(part, share, call=call, FEATURES=FEATURES, TILE=TILE)
         send(rings.messages, messages_state, fields=work)
         messages_state = advance(messages_state, 2)
         if TILE.BY_TMA:
             state = load_part(work, sources, rings, state, call, FEATURES, TILE)
+        if FETCHES_LATE:
+            wait_empty(rings.messages, advance(messages_state, 2))  # all have received this part
+            fetched = fetch_next_tile(counters, True)
         number = next_number(fetched, programs, FEATURES=FEATURES)
         part, streams = find_part(number, streams, lane, share, call, FEATURES, TILE)
     parts = part.stop

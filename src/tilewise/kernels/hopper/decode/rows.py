@@ -7,6 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ....tile.softmax import finish, load_sink
+from ....tile.splits import SplitState
 from ..layouts import column_of, row_of
 from ..pieces import in_pieces
 from .scales import v_sequence_scale
@@ -38,6 +39,13 @@ def rows_at(work, row, FEATURES: gl.constexpr, TILE: gl.constexpr):
     token = row // GROUP
     is_query = (token < TOKENS) & (work.start + token < work.seqlen_q)
     return Rows(work.start + token, work.head_k * GROUP + row % GROUP, is_query=is_query)
+
+
+@gluon.jit
+def rows_in(work, FEATURES: gl.constexpr, TILE: gl.constexpr):
+    """How many rows of a tile are queries."""
+    GROUP: gl.constexpr = FEATURES.GROUP
+    return gl.minimum((work.seqlen_q - work.start) * GROUP, TILE.ROWS // GROUP * GROUP)
 
 
 @gluon.jit
@@ -76,9 +84,23 @@ def store_partial(work, piece, state, partials, call, FEATURES: gl.constexpr, TI
     columns = gl.arange(0, TILE.BLOCK_DV, column_of(layout))
     inside = rows.is_query[:, None] & (columns < FEATURES.HEADDIM_V)[None, :]
     ptrs = partials.acc_o + (offset * FEATURES.HEADDIM_V)[:, None] + columns[None, :]
-    gl.store(ptrs, state.acc_o, mask=inside)
-    gl.store(partials.m_i + offset, state.m_i, mask=rows.is_query)
-    gl.store(partials.l_i + offset, state.l_i, mask=rows.is_query)
+    # What is read meanwhile is read once, and would push these out of the L2 cache
+    gl.store(ptrs, state.acc_o, mask=inside, eviction_policy="evict_last")
+    gl.store(partials.m_i + offset, state.m_i, mask=rows.is_query, eviction_policy="evict_last")
+    gl.store(partials.l_i + offset, state.l_i, mask=rows.is_query, eviction_policy="evict_last")
+
+
+@gluon.jit
+def load_partial(work, piece, is_seen, rows, columns, partials, call, FEATURES: gl.constexpr):
+    """Columns of the state of a piece, from the L2 cache; that of no keys where it is not seen."""
+    offset = partial_row(work, piece, rows.token, rows.head, call, FEATURES)
+    mask = rows.is_query & is_seen
+    inside = mask[:, None] & (columns < FEATURES.HEADDIM_V)[None, :]
+    ptrs = partials.acc_o + (offset * FEATURES.HEADDIM_V)[:, None] + columns[None, :]
+    acc_o = gl.load(ptrs, mask=inside, other=0.0, cache_modifier=".cg")
+    m_i = gl.load(partials.m_i + offset, mask=mask, other=float("-inf"), cache_modifier=".cg")
+    l_i = gl.load(partials.l_i + offset, mask=mask, other=0.0, cache_modifier=".cg")
+    return SplitState(acc_o, m_i, l_i=l_i)
 
 
 @gluon.jit

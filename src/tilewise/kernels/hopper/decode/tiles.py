@@ -67,8 +67,8 @@ def few_rows_tile(shape: tuple[int, int, int], rows: int, by_tma: bool) -> Split
     q_stages = 1 if rows > 16 and max(block_d, block_dv) > 128 else 2
     room = SHARED_MEMORY["sm90"] - 1024 - rows * swapped_row(shape, q_stages)
     stages = min(room // (2 * block_n * (block_d + block_dv)), 8)
-    place = *shape, stages, q_stages, by_tma
-    return SplitPipeline(rows, *place, STATE_IN_SHARED=False, BLOCK_M=rows, SWAPPED=True)
+    tile = SplitPipeline(rows, block_n, block_d, block_dv, stages, q_stages, by_tma, False)
+    return tile._replace(BLOCK_M=rows, SWAPPED=True)
 
 
 def swapped_row(shape: tuple[int, int, int], q_stages: int) -> int:
