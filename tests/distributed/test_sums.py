@@ -91,6 +91,17 @@ def test_slices_fit_the_room(row_bytes, room):
         assert nbytes(each + 1) > room  # and no smaller than need be: 2 N of 16 bits
 
 
+def test_more_ranks_than_a_word_has_bits():
+    """Parts of all are added, by runs of rows."""
+    layout, runs = td.contiguous(120, 40), (KeyRun(0, 0, 120),)
+    of = sum_tables.tables_of(layout.at(3), Band(right=0), slice_rows=2, runs=runs, device=CPU)
+    rows = [(x.first, x.stop) for x in of.slices]
+    assert len(rows) > 1 and rows[-1][1] == 3
+    for x in of.slices:
+        count = x.stop - x.first
+        assert list(x.parts) == [((0, count),) if rank >= 3 and count else () for rank in range(40)]
+
+
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda x: x.kind)
 @pytest.mark.parametrize("band", BANDS)
 def test_ranks_that_have_a_part(layout, band):

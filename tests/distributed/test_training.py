@@ -43,6 +43,16 @@ def test_losses_of_a_hundred_steps_are_those_of_one_process():
         run(training, ranks, expected)
 
 
+def training_on_nodes(rank, expected):
+    found = trained(len(expected), "--nnodes", "2")
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.slow
+def test_losses_on_two_nodes_are_those_of_one_process():
+    run(training_on_nodes, 4, trained(15))
+
+
 @pytest.mark.slow
 def test_by_torchrun():
     command = "-m torch.distributed.run --standalone --nproc-per-node 2".split()

@@ -114,4 +114,8 @@ def _on_gpus(group: Any, device: torch.device) -> Arena:
         else:
             barrier = DeviceBarrier(host, device, pads=pads, memory=memory)
             return DeviceArena(barrier, kind(group, device), device=device, links=links)
-    raise RuntimeError("no memory that GPUs share could be made: " + "; ".join(reasons))
+    raise RuntimeError(
+        f"no memory that GPUs share could be made: {'; '.join(reasons)}. GPUs that cannot map each "
+        "other's memory are nodes of their own: make the layout with a DeviceMesh of shape "
+        f"({host.ranks}, 1), and NCCL connects them"
+    )
