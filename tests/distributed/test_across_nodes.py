@@ -5,6 +5,8 @@ bits of the same ranks on one node, which other tests hold to one process.
 import functools
 import importlib
 import itertools
+import random
+import time
 
 import pytest
 import torch
@@ -20,6 +22,8 @@ import tilewise.distributed as td
 from tilewise.distributed.layouts.work import Band, keys_of
 from tilewise.distributed.methods import heads, stream
 from tilewise.distributed.transport.arena import arena_of
+from tilewise.distributed.transport.halves import Arena
+from tilewise.distributed.transport.links import Links
 
 if not dist.is_available() or not dist.is_gloo_available():
     pytest.skip("gloo is not here", allow_module_level=True)
@@ -128,6 +132,39 @@ def by_default(rank):
 
 def test_the_default_between_nodes():
     run(by_default, 2)
+
+
+def delayed(rank, nodes):
+    """Ranks that are late at random: what arrives never overwrites what another still reads."""
+    draw = random.Random(rank)
+
+    def late(owner, name):
+        step = getattr(owner, name)
+
+        def stepping(*x, **options):
+            time.sleep(draw.choice([0, 0, 0.002, 0.01]))
+            return step(*x, **options)
+
+        setattr(owner, name, stepping)
+
+    for owner, name in ((Links, "begin"), (Links, "finish"), (Arena, "meet"), (Arena, "publish")):
+        late(owner, name)
+    stream.LEAST_ROWS = heads.LEAST_ROWS = 1
+    pair, n = Pair(rank, nodes), len(nodes)
+    case = Case(2 * n, n, causal=True, sinks=True)
+    methods = [dict(method="stream"), dict(method="heads", deterministic=True)]
+    methods += [dict(method=x, bitwise=False) for x in ("stream", "ring")]
+    for number in range(24):
+        case.k = case.k.roll(1, 1)  # other keys in each call
+        options = methods[number % len(methods)]
+        layout = td.striped(case.seqlen, dist.group.WORLD, block=8 + number)
+        pair.compare(case, layout, f"call {number}, {options}", **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nodes", [TWO_BY_TWO, UNEVEN, SINGLE])
+def test_ranks_that_are_late(nodes):
+    run(delayed, len(nodes), nodes)
 
 
 def other_forms(rank):
