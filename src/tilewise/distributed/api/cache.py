@@ -17,7 +17,6 @@ from ...features import refuse_gradients
 from ...frontend.append import append
 from ...frontend.attention import attention
 from ...frontend.cached import check_cached
-from ...frontend.combine import flash_attn_combine
 from ...frontend.invariance import check_split_size
 from ...frontend.scalars import Numbers, Window, as_int, check_causal
 from ...kernels.common.cached import Cached
@@ -233,8 +232,9 @@ class CacheShards:
         out, lse = attention(q, k_cache, v_cache, return_lse=True, **options)
         sent = torch.cat((out.to(lse.dtype), lse.transpose(1, 2).unsqueeze(-1)), -1)
         outs, lses = self._gather(sent).split((out.shape[-1], 1), -1)
-        out, lse = flash_attn_combine(outs, lses.squeeze(-1), out_dtype=q.dtype)
-        return out, lse.transpose(1, 2)
+        weights = lses.softmax(0).nan_to_num(0)  # NaN in rows without keys
+        lse = lses.logsumexp(0).squeeze(-1).transpose(1, 2)
+        return (outs * weights).sum(0).to(q.dtype), lse
 
     def _fold(
         self,
