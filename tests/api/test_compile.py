@@ -248,6 +248,14 @@ def test_compile_refuses_as_eager_does():
         again(torch.randn(1, 8, 2, 16), torch.randn(1, 8, 2, 8))
 
 
+@pytest.mark.parametrize("name", ["attention", "flash_attn", "sdpa"])
+def test_a_call_that_dynamo_leaves_raises_what_eager_does(name):
+    """And does not come back to Dynamo without end."""
+    again = torch.compile(lambda q: GUARDED[name](q, q[..., :8], q), backend="eager")
+    with pytest.raises(tilewise.ArgumentError, match="has headdim 16 and k.* has headdim 8"):
+        again(torch.randn(1, 8, 2, 16))
+
+
 def test_vmap_under_compile():
     tensors = [torch.randn(3, 2, 8, heads, 16) for heads in (4, 2, 2)]
     again, counter = compiled(torch.vmap(tilewise.attention))

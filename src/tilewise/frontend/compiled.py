@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..errors import ArgumentError
+from ..ops.calls import PLAIN_TENSORS
 from ..tile.quantize import is_one_byte
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -25,6 +26,9 @@ def has_node(function: Function) -> Function:
     name = f"{function.__name__}_node"
 
     def node(q: Any, k: Any, v: Any, **options: Any) -> Any:
+        if type(q) in PLAIN_TENSORS:  # not traced: Dynamo left the call, and would come back
+            eager: Any = torch.compiler.disable(function)
+            return eager(q, k, v, **options)
         mark_cacheable(f"{function.__module__}.{name}")
         try:
             return function(q, k, v, **options)
