@@ -12,6 +12,7 @@ from helpers.gpu_ranks import RANKS, SEQLEN, Whole, run
 from helpers.interrupts import interrupted
 from helpers.lives import lives
 from helpers.waits import SHORT
+from torch.distributed.device_mesh import init_device_mesh
 
 import tilewise.distributed as td
 from tilewise.distributed.methods import heads, one_launch, stream
@@ -41,8 +42,9 @@ CASES = {
 }
 
 
-def layouts():
-    return td.zigzag(SEQLEN), td.contiguous(SEQLEN), td.striped(SEQLEN, block=512)
+def layouts(group=None):
+    makes = td.zigzag, td.contiguous, functools.partial(td.striped, block=512)
+    return [make(SEQLEN, group) for make in makes]
 
 
 def bits(rank, names, in_groups=False):
@@ -55,11 +57,11 @@ def bits(rank, names, in_groups=False):
     assert not faults, "\n".join(faults)
 
 
-def faults_of(case):
+def faults_of(case, group=None):
     """`out` and `lse` are one GPU's to the bit, by heads the gradients, too; others are near."""
     one, ordered = case.one(), case.one(deterministic=True)
     faults = []
-    for layout in map(case.deal, layouts()):
+    for layout in map(case.deal, layouts(group)):
         for method in ("stream", "heads"):
             nheads_k = case.k.shape[2]
             if method == "heads" and nheads_k % RANKS:
@@ -90,6 +92,24 @@ def test_groups_of_heads():
     is read.
     """
     run(bits, ["causal", "window", "sinks", "documents", "headdim 64"], True)
+
+
+def on_nodes(rank, names):
+    """GPUs as nodes: one each, and of four two each."""
+    stream.LEAST_ROWS = heads.LEAST_ROWS = 1
+    faults = []
+    for ranks in (1, 2)[: RANKS // 2]:
+        mesh = init_device_mesh("cuda", (RANKS // ranks, ranks))
+        for name in names:
+            found = faults_of(Whole(**CASES[name]), mesh)
+            faults += [f"{name}, {ranks} GPUs per node, {x}" for x in found]
+        nodes = arena_of(td.zigzag(SEQLEN, mesh).group, torch.device("cuda", rank)).nodes
+        assert len(nodes.members) == RANKS // ranks
+    assert not faults, "\n".join(faults)
+
+
+def test_the_bits_of_one_gpu_on_several_nodes():
+    run(on_nodes, ["causal", "window", "sinks", "documents"])
 
 
 def addresses(rank):
