@@ -74,7 +74,27 @@ def filled(shards, s, chunks=3):
     return k_cache, v_cache, table
 
 
+def without_pages(rank):
+    """All keys on the first rank, none at all, and no sequence."""
+    shards = td.CacheShards(PIECE)
+    for lengths in ([9], [0], []):
+        q, new = torch.randn(len(lengths), 1, 4, 16), torch.randn(len(lengths), 9, 2, 16)
+        used = torch.tensor(lengths, dtype=INT32)
+        pages = 2 * (rank == 0 and len(lengths))
+        cache = torch.zeros(pages, PAGE, 2, 16)
+        table = torch.arange(pages, dtype=INT32).expand(len(lengths), pages)
+        where = dict(seqused_k=used, page_table=table)
+        if lengths != [0]:
+            shards.append(cache, cache.clone(), new, new, **where)
+        for options in (dict(split_size=PIECE), {}):
+            out = shards.attention(q, cache, cache, **where, **options)
+            expected = tilewise.attention(q, new, new, seqused_k=used, split_size=PIECE)
+            torch.testing.assert_close(out, expected)
+
+
 def compare(rank, names):
+    if len(names) > 1:
+        without_pages(rank)
     for name in names:
         s, q, asked, piece = made(name)
         shards = td.CacheShards(piece)
@@ -134,6 +154,8 @@ def test_what_is_wrong_is_named():
         shards.attention(q, k, k, **where, alibi_slopes=torch.ones(2))
     with pytest.raises(tilewise.ArgumentError, match="processes"):
         td.CacheShards(16, 2).attention(q, k, k, **where)
+    with tilewise.batch_invariant(), pytest.raises(tilewise.ArgumentError, match="split_size=512"):
+        shards.attention(q, k, k, **where)
     new = torch.randn(1, 2, 2, 8)
     shards.append(k, k.clone(), new[:, 1:], new[:, 1:], **where)
     assert torch.equal(k[1, 7], new[0, 1])

@@ -160,8 +160,9 @@ class CacheShards:
         lengths, queries = self.lengths(seqused_k), q.shape[1]
         mask = self._mask(queries, seqused_k, lengths=lengths, band=band)
         options |= dict(seqused_k=lengths, page_table=page_table, mask_mod=mask)
-        if size:
-            keys = -(-int(seqused_k.max()) // (self.piece * self.ranks)) * self.piece
+        if size and q.numel():
+            longest = max([1, *seqused_k.tolist()])
+            keys = -(-longest // (self.piece * self.ranks)) * self.piece
             out, lse = self._fold(q, k_cache, v_cache, keys=keys, size=size, options=options)
         else:
             if band.left != OPEN:  # of the last keys here no query sees more
