@@ -30,7 +30,9 @@ PEERS = (*ring_flash_attn.NAMES, "torch-cp")
 def side(name: str, of: Sharded, device: str, stack: contextlib.ExitStack) -> Side:
     """A side by name; Absent where it cannot compute this. What it must undo goes on the stack."""
     if name == NODES:
-        mesh = init_device_mesh(device.partition(":")[0], (of.ranks, 1))
+        mesh = init_device_mesh(
+            device.partition(":")[0], (of.ranks, 1), mesh_dim_names=("node", "rank")
+        )
         return _ours("stream", of, mesh)
     if name in OURS:
         return _ours(name.removeprefix("tilewise:"), of)

@@ -170,7 +170,7 @@ def test_ranks_that_are_late(nodes):
 def other_forms(rank):
     """Compiled, inside of the context, by a mesh, and without gradients."""
     torch.manual_seed(rank)
-    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 1))
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 1), mesh_dim_names=("node", "rank"))
     for group in (dist.group.WORLD, mesh):
         layout = td.zigzag(40, group)
         q, k, v, dout = torch.randn(4, 1, layout.tokens, 4, 16).unbind(0)

@@ -97,12 +97,17 @@ def given(rank):
         assert sorted([order[x] for x in node] for node in members) == sorted(map(sorted, ranks))
         assert td.striped(12, mesh).group is layout.group
     with elsewhere([0, 0, 1, 1], rank):
-        mesh = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("far", "near"))
+        mesh = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("node", "near"))
         with pytest.raises(NotImplementedError, match="share no memory by Files: ranks of a node"):
             attended(td.zigzag(12, mesh))
     cube = DeviceMesh("cpu", [[[0, 1], [2, 3]]])
     with pytest.raises(NotImplementedError, match="DeviceMesh of 3 dimensions"):
         td.zigzag(12, cube)
+    data = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "cp"))
+    with pytest.raises(NotImplementedError, match='of which the first is named "node"'):
+        td.zigzag(12, data)
+    larger = DeviceMesh("cpu", [[[0, 1], [2, 3]]], mesh_dim_names=("dp", "node", "cp"))
+    attended(td.zigzag(12, larger["node", "cp"]))
 
 
 def test_nodes_of_a_mesh():
@@ -113,7 +118,7 @@ def remade(rank):
     """A mesh that is made again, with a group that was destroyed, has a group of its own."""
     store = Store(rank, 4)
     for _ in range(2):
-        mesh = DeviceMesh("cpu", [[0, 1], [2, 3]])
+        mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("node", "rank"))
         layout = td.zigzag(12, mesh)
         attended(layout)
         assert arenas.arena_of(layout.group, CPU).nodes.members == ((0, 1), (2, 3))

@@ -99,7 +99,8 @@ def on_nodes(rank, names):
     stream.LEAST_ROWS = heads.LEAST_ROWS = 1
     faults = []
     for ranks in (1, 2)[: RANKS // 2]:
-        mesh = init_device_mesh("cuda", (RANKS // ranks, ranks))
+        shape = RANKS // ranks, ranks
+        mesh = init_device_mesh("cuda", shape, mesh_dim_names=("node", "rank"))
         for name in names:
             found = faults_of(Whole(**CASES[name]), mesh)
             faults += [f"{name}, {ranks} GPUs per node, {x}" for x in found]

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...errors import ArgumentError, a_type
 
+NODE = "node"  # the dimension of a mesh that counts nodes: another one shards something else
 _groups: Any = weakref.WeakKeyDictionary()  # by mesh
 _nodes: Any = weakref.WeakKeyDictionary()  # by the store of a group, which lives as long
 
@@ -44,12 +45,14 @@ def checked(group: Any) -> Any:
     if group is None:
         group = dist.group.WORLD
     elif isinstance(group, DeviceMesh):
-        if group.ndim > 2:
+        is_of_nodes = group.ndim == 2 and (group.mesh_dim_names or ("",))[0] == NODE
+        if group.ndim != 1 and not is_of_nodes:
             raise NotImplementedError(
                 f"group is a DeviceMesh of {group.ndim} dimensions: a sequence is dealt over one, "
-                "or two, nodes and their ranks, so pass mesh[name] or mesh[nodes, ranks]"
+                "so pass mesh[name] of the dimension that it is dealt over; or over two of which "
+                f'the first is named "{NODE}" and counts nodes'
             )
-        group = group.get_group() if group.ndim == 1 else _group_of_nodes(group)
+        group = _group_of_nodes(group) if is_of_nodes else group.get_group()
     if not isinstance(group, dist.ProcessGroup):
         raise ArgumentError(
             f"group is {a_type(group)}: it must be a ProcessGroup, a DeviceMesh of one "

@@ -117,5 +117,5 @@ def _on_gpus(group: Any, device: torch.device) -> Arena:
     raise RuntimeError(
         f"no memory that GPUs share could be made: {'; '.join(reasons)}. GPUs that cannot map each "
         "other's memory are nodes of their own: make the layout with a DeviceMesh of shape "
-        f"({host.ranks}, 1), and NCCL connects them"
+        f'({host.ranks}, 1) and names ("node", "rank"), and NCCL connects them'
     )
