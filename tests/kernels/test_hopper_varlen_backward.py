@@ -196,7 +196,7 @@ def test_batches_that_are_no_whole_number_of_heads_apart():
 
 
 @pytest.mark.emulator
-@pytest.mark.parametrize("name", ["d128", "wide", "three-quarters-spare"])
+@pytest.mark.parametrize("name", ["d128", "wide", "three-quarters"])
 @pytest.mark.parametrize("value", sample([math.nan, math.inf], math.nan))
 def test_what_one_sequence_holds_reaches_no_other(name, value):
     case = next(case for case in PACKED if case.name == name)
@@ -213,7 +213,7 @@ def test_what_one_sequence_holds_reaches_no_other(name, value):
 
 
 @pytest.mark.emulator
-@pytest.mark.parametrize("name", ["d128-spare", "wide-spare"])
+@pytest.mark.parametrize("name", ["d128-spare", "wide-spare", "three-quarters-spare"])
 def test_keys_that_are_not_used_have_gradient_0_whatever_queries_hold(name):
     case = next(case for case in PACKED if case.name == name)
     given, *_ = packed_call(case)
