@@ -138,7 +138,7 @@ def on_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", current)
     arena = DeviceArena.__new__(DeviceArena)
     arena.has_streams, arena.device, arena.side = True, torch.device("cuda", 1), "side"
-    arena.arrived, arena.raw = 64, 0
+    arena.arrived, arena.raw, arena.links = 64, 0, None
     return arena
 
 
