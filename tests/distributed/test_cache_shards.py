@@ -35,9 +35,28 @@ def without_pages(rank):
             torch.testing.assert_close(out, expected)
 
 
+def wrong_on_one(rank):
+    """What is wrong for one rank's pages raises there; the next call is not paired with it."""
+    shards, used = td.CacheShards(PIECE), torch.tensor([40], dtype=INT32)
+    q, new = torch.randn(1, 1, 4, 16), torch.randn(1, 40, 2, 16)
+    table = torch.arange(6, dtype=INT32).view(1, 6)
+    cache = torch.zeros(6, PAGE, 2, 16)
+    shards.append(cache, cache.clone(), new, new, seqused_k=used, page_table=table)
+    narrow = table[:, :1] if rank == 0 else table
+    if rank == 0:
+        with pytest.raises(tilewise.ArgumentError):
+            shards.attention(q, cache, cache, seqused_k=used, page_table=narrow)
+    else:
+        out = shards.attention(q, cache, cache, seqused_k=used, page_table=narrow)
+        assert out.isnan().all()
+    out = shards.attention(q, cache, cache, seqused_k=used, page_table=table)
+    torch.testing.assert_close(out, tilewise.attention(q, new, new, seqused_k=used))
+
+
 def compare(rank, names):
     if len(names) > 1:
         without_pages(rank)
+        wrong_on_one(rank)
     for name in names:
         s, q, asked, piece = made(name)
         shards = td.CacheShards(piece)
@@ -106,6 +125,22 @@ def test_what_is_wrong_is_named():
         shards.append(k, k.clone(), new, new, seqused_k=used, page_table=table)
     with pytest.raises(tilewise.ArgumentError, match="piece"):
         td.CacheShards(0, 1)
+    with pytest.raises(tilewise.ArgumentError, match="sinks has shape"):
+        shards.attention(q, k, k, **where, sinks=torch.zeros(3))
+    asked = (
+        dict(where, seqused_k=-used),
+        dict(where, seqused_k=used.long()),
+        dict(where, seqused_k=torch.cat((used, used))),
+        dict(where, seqused_k=None),
+        dict(where, page_table=None),
+        dict(where, page_table=table[0]),
+    )
+    for wrong in asked:
+        for call in (shards.attention, lambda *x, **y: shards.append(*x[1:], new, new, **y)):
+            with pytest.raises(tilewise.ArgumentError, match="seqused_k|page_table"):
+                call(q, k, k, **wrong)
+    with pytest.raises(tilewise.ArgumentError, match="pages of 12 keys"):
+        shards.append(torch.randn(2, 12, 2, 8), k, new, new, **where)
 
 
 def cached_in_eight_bits(rank):

@@ -20,6 +20,7 @@ from helpers.waits import DEADLINE
 from torch.distributed.device_mesh import DeviceMesh
 
 import tilewise.distributed as td
+from tilewise.distributed.layouts.group import timeout_of
 from tilewise.distributed.transport import arena as arenas
 from tilewise.distributed.transport import memory
 from tilewise.distributed.transport.failure import listed
@@ -96,6 +97,7 @@ def given(rank):
         members = ((0, 1, 2, 3),) if nodes is None else nodes.members
         assert sorted([order[x] for x in node] for node in members) == sorted(map(sorted, ranks))
         assert td.striped(12, mesh).group is layout.group
+        assert timeout_of(layout.group) == timeout_of(dist.group.WORLD)
     with elsewhere([0, 0, 1, 1], rank):
         mesh = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("node", "near"))
         with pytest.raises(NotImplementedError, match="share no memory by Files: ranks of a node"):

@@ -206,3 +206,21 @@ def test_the_page_has_the_models_figures(gpus, tokens):
     cells += [f"{figures.received_mb / 1e3:.1f}"]
     cells += [between([one / x for x in reversed(figures.ms)], 2)]
     assert f"| {' | '.join(cells)} |" in PAGE.read_text("utf-8")
+
+
+@pytest.mark.parametrize("function", [td.plan, td.simulate])
+def test_numbers_that_are_none_are_refused(function):
+    layout, right = td.zigzag(1 << 16, 8), dict(nheads=32, nheads_k=8, headdim=128)
+    for wrong in (dict(headdim=-128), dict(nheads=0), dict(nheads=31), dict(nheads_k=1.5)):
+        with pytest.raises(ArgumentError, match=next(iter(wrong))):
+            function(layout, **(right | wrong))
+    with pytest.raises(ArgumentError, match="nodes='2'"):
+        function(layout, **right, nodes="2")
+
+
+@pytest.mark.parametrize("speed", [0, -1.0, float("nan"), "45"])
+def test_speeds_that_are_none_are_refused(speed):
+    layout = td.zigzag(1 << 16, 8)
+    for name in ("nvlink", "network"):
+        with pytest.raises(ArgumentError, match=name):
+            td.simulate(layout, 32, 8, 128, **{name: speed})

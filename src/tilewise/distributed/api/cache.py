@@ -4,6 +4,7 @@ appends them, and attention that reads each rank's keys and exchanges results on
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from ...dispatch import choose_cached
-from ...errors import ArgumentError
+from ...errors import ArgumentError, a_type
 from ...features import refuse_gradients
 from ...frontend.append import append
 from ...frontend.attention import attention
@@ -96,11 +97,12 @@ class CacheShards:
         `tilewise.cache.append` does. k and v are (batch, seqlen_new, nheads_k, headdim), the last
         ones of the `seqused_k` keys of each whole sequence.
         """
+        self._check_pages(k_cache, seqused_k, page_table=page_table, batch=len(k))
         last, page_size = seqused_k.long().unsqueeze(1), k_cache.shape[1]
         position = last - k.shape[1] + torch.arange(k.shape[1], device=last.device)
-        piece = position // self.piece
+        piece, place = position // self.piece, position % self.piece
         is_owned = (piece % self.ranks == self.rank) & (position >= 0)
-        row = piece // self.ranks * self.piece + position % self.piece
+        row = piece // self.ranks * self.piece + place
         entry = (row // page_size).clamp(0, page_table.shape[1])
         # Behind a table lies a page that is not there
         page = F.pad(page_table.long(), (0, 1), value=len(k_cache)).gather(1, entry)
@@ -148,7 +150,11 @@ class CacheShards:
             ArgumentError: an argument is wrong.
             NotImplementedError: an argument is not supported here, or asks for pieces on a GPU.
         """
-        self._check(k_cache, causal=causal, options=options)
+        self._check_pages(k_cache, seqused_k, page_table=page_table, batch=len(q))
+        self._check(causal=causal, options=options)
+        # The first rank alone adds them
+        if (sinks := options.get("sinks")) is not None and sinks.shape != q.shape[2:3]:
+            raise ArgumentError(f"sinks has shape {tuple(sinks.shape)}: it must be ({q.shape[2]},)")
         refuse_gradients("cached", [("q", q), ("k", k_cache), ("v", v_cache)])
         band = band_of(window, causal is not False)
         size = self._split_size(q, k_cache, split_size=split_size)
@@ -171,17 +177,12 @@ class CacheShards:
             out, lse = self._merge(q, k_cache, v_cache, options=options)
         return (out, lse) if return_lse else out
 
-    def _check(self, k_cache: Tensor, *, causal: Any, options: Any) -> None:
+    def _check(self, *, causal: Any, options: Any) -> None:
         refused = [name for name in options if name not in PASSED]
         if refused:
             raise NotImplementedError(
                 f"{refused[0]} with cache shards: besides masks by causal and window a call takes "
                 f"{', '.join(PASSED)}; tilewise.attention takes it, with the whole cache on a rank"
-            )
-        if self.piece % k_cache.shape[1]:
-            raise ArgumentError(
-                f"k_cache has pages of {k_cache.shape[1]} keys: piece={self.piece} must be a "
-                "multiple of that"
             )
         if self.is_planned and self.ranks > 1:
             raise ArgumentError(
@@ -192,6 +193,21 @@ class CacheShards:
                 "causal='top_left' with a cache: the queries are the last ones of their sequence, "
                 "so it must be False, True or 'bottom_right'"
             )
+
+    def _check_pages(self, k_cache: Tensor, seqused_k: Any, *, page_table: Any, batch: int) -> None:
+        if self.piece % k_cache.shape[1]:
+            raise ArgumentError(
+                f"k_cache has pages of {k_cache.shape[1]} keys: piece={self.piece} must be a "
+                "multiple of that"
+            )
+        for name, x, dims in (("seqused_k", seqused_k, 1), ("page_table", page_table, 2)):
+            if not isinstance(x, Tensor) or x.dtype != torch.int32:
+                raise ArgumentError(f"{name} is {a_type(x)}: it must be an int32 tensor")
+            if x.dim() != dims or len(x) != batch:
+                shape = f"({batch}, pages)" if dims == 2 else f"({batch},)"
+                raise ArgumentError(f"{name} has shape {tuple(x.shape)}: it must be {shape}")
+        if seqused_k.device.type == "cpu" and (seqused_k < 0).any():
+            raise ArgumentError(f"seqused_k={seqused_k.tolist()}: lengths must be at least 0")
 
     def _split_size(self, q: Tensor, k_cache: Tensor, split_size: int | None) -> int:
         """The keys of a piece of the call; 0 where nothing asks for pieces."""
@@ -230,7 +246,14 @@ class CacheShards:
         """Exchanges `out` and `lse` of each rank's keys, and merges them in the order of ranks."""
         if self.rank:
             options["sinks"] = None  # they count once
-        out, lse = attention(q, k_cache, v_cache, return_lse=True, **options)
+        try:
+            out, lse = attention(q, k_cache, v_cache, return_lse=True, **options)
+        except Exception:
+            # To others NaN; else they would take part in the exchange of the next call
+            dtype = torch.promote_types(q.dtype, torch.float32)
+            shape = *q.shape[:3], v_cache.shape[3] + 1
+            self._gather(q.new_full(shape, math.nan, dtype=dtype))
+            raise
         sent = torch.cat((out.to(lse.dtype), lse.transpose(1, 2).unsqueeze(-1)), -1)
         outs, lses = self._gather(sent).split((out.shape[-1], 1), -1)
         weights = lses.softmax(0).nan_to_num(0)  # NaN in rows without keys

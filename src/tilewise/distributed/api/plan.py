@@ -17,7 +17,8 @@ from __future__ import annotations
 import functools
 from typing import Any, NamedTuple
 
-from ...frontend.scalars import Window
+from ...errors import ArgumentError
+from ...frontend.scalars import Window, as_int
 from ..layouts.crossing import Moved, crossing, nodes_of
 from ..layouts.layout import Layout
 from ..layouts.pulls import shared_rows
@@ -63,6 +64,16 @@ class Plan(NamedTuple):
         return "\n".join(lines)
 
 
+def check_sizes(nheads: Any, nheads_k: Any, **sizes: Any) -> None:
+    """Refuses what is no number of heads, or of another size."""
+    for name, value in dict(nheads=nheads, nheads_k=nheads_k, **sizes).items():
+        size = as_int(value)
+        if size is None or size < 1:
+            raise ArgumentError(f"{name}={value!r}: it must be an int of at least 1")
+    if nheads % nheads_k:
+        raise ArgumentError(f"nheads={nheads}: it must be a multiple of nheads_k={nheads_k}")
+
+
 @functools.lru_cache(maxsize=256)
 def plan(
     layout: Layout,
@@ -102,8 +113,12 @@ def plan(
 
     Returns:
         A `Plan` with `method` and `costs`; `str` of it is the table.
+
+    Raises:
+        ArgumentError: a size is no int of at least 1, or nheads no multiple of nheads_k.
     """
     headdim_v = headdim if headdim_v is None else headdim_v
+    check_sizes(nheads, nheads_k, headdim=headdim, headdim_v=headdim_v, batch=batch, nodes=nodes)
     heads, stream = _costs(
         layout,
         band_of(window, causal),

@@ -21,7 +21,7 @@ from ...problem import OPEN
 from ..layouts.crossing import Moved, nodes_of
 from ..layouts.layout import Layout
 from ..layouts.work import Band, band_of
-from .plan import BANDWIDTH, GROUPS, NETWORK, moved_by_heads, moved_by_stream, plan
+from .plan import BANDWIDTH, GROUPS, NETWORK, check_sizes, moved_by_heads, moved_by_stream, plan
 
 BLOCK = 128  # queries of a tile, and keys of a step
 SMS = 132
@@ -133,6 +133,10 @@ def simulate(
         ArgumentError: an argument is wrong.
         NotImplementedError: the method does not support the call.
     """
+    check_sizes(nheads, nheads_k, headdim=headdim, nodes=nodes)
+    for name, speed in (("nvlink", nvlink), ("network", network)):
+        if not isinstance(speed, (int, float)) or not speed > 0:
+            raise ArgumentError(f"{name}={speed!r}: it must be a positive number of GB/s")
     if gpus is not None and gpus * nodes != layout.ranks:
         raise ArgumentError(
             f"gpus={gpus} and nodes={nodes}: their product must be the number of ranks in the "

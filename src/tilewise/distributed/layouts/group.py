@@ -4,9 +4,12 @@ their ranks; or a number of ranks.
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import weakref
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
@@ -68,7 +71,9 @@ def _group_of_nodes(mesh: DeviceMesh) -> Any:
     group: Any = _groups.get(mesh)
     if group not in distributed_c10d._world.pg_map:  # none yet, or it was destroyed
         ranks = sorted(mesh.mesh.flatten().tolist())
-        _groups[mesh] = group = dist.new_group(ranks, use_local_synchronization=True)
+        timeout = timeout_of(dist.group.WORLD)  # else it would be torch's, half an hour
+        options: Any = dict(timeout=timeout, use_local_synchronization=True)
+        _groups[mesh] = group = dist.new_group(ranks, **options)
         nodes = tuple(tuple(sorted(map(ranks.index, node))) for node in mesh.mesh.tolist())
         _nodes[distributed_c10d._get_process_group_store(group)] = nodes
     return group
@@ -77,3 +82,23 @@ def _group_of_nodes(mesh: DeviceMesh) -> Any:
 def given_nodes(group: Any) -> tuple[tuple[int, ...], ...] | None:
     """Returns the nodes that a mesh gave for a group; None where they are to be found."""
     return _nodes.get(distributed_c10d._get_process_group_store(group))
+
+
+def store_of(group: Any) -> Any:
+    """Returns the store of a group, which lives as long as the group; ArgumentError after that."""
+    try:
+        return distributed_c10d._get_process_group_store(group)
+    except KeyError as error:
+        raise ArgumentError(
+            "the process group was destroyed: make the layout with one that is there"
+        ) from error
+
+
+def timeout_of(group: Any) -> datetime.timedelta:
+    """Returns how long collectives wait, or the store where the backend does not say."""
+    store: Any = store_of(group)
+    for kind in ("cpu", "cuda"):
+        with contextlib.suppress(RuntimeError):  # it has no backend for these
+            options = getattr(group._get_backend(torch.device(kind)), "options", None)
+            return getattr(options, "_timeout", store.timeout)
+    return store.timeout

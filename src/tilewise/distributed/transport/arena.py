@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..layouts.group import given_nodes
+from ..layouts.group import given_nodes, store_of
 from ..layouts.layout import Layout
-from .failure import Barrier, check_group, store_of
+from .failure import Barrier, check_group
 from .halves import Arena
 from .links import Links
 from .memory import Files, Ipc, Symmetric, find_nodes, synchronize

@@ -6,7 +6,6 @@ without an end.
 from __future__ import annotations
 
 import contextlib
-import datetime
 import hashlib
 import os
 import time
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ...errors import ArgumentError
+from ..layouts.group import store_of, timeout_of
 
 RAISED = "!"  # begins what a rank leaves that raised an error and does not come
 NOTE = "\0"  # begins what a rank adds, which is not compared
@@ -217,26 +217,6 @@ def listed(ranks: Sequence[int], nodes: Sequence[Sequence[int]] = ()) -> str:
     """
     homes = {x: f" (node {number})" for number, members in enumerate(nodes) for x in members}
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(str(x) + homes.get(x, '') for x in ranks)}"
-
-
-def store_of(group: Any) -> Any:
-    """Returns the store of a group, which lives as long as the group; ArgumentError after that."""
-    try:
-        return distributed_c10d._get_process_group_store(group)
-    except KeyError as error:
-        raise ArgumentError(
-            "the process group was destroyed: make the layout with one that is there"
-        ) from error
-
-
-def timeout_of(group: Any) -> datetime.timedelta:
-    """Returns how long collectives wait, or the store where the backend does not say."""
-    store: Any = store_of(group)
-    for kind in ("cpu", "cuda"):
-        with contextlib.suppress(RuntimeError):  # it has no backend for these
-            options = getattr(group._get_backend(torch.device(kind)), "options", None)
-            return getattr(options, "_timeout", store.timeout)
-    return store.timeout
 
 
 def check_group(group: Any, device: torch.device) -> None:
