@@ -159,6 +159,19 @@ def test_pieces_are_counted_on_all_ranks_or_none():
         assert DeviceArena(barrier, None, CPU).counts_pieces == expected
 
 
+def test_a_text_that_is_on_its_way_to_the_store_is_waited_for():
+    """A rank leaves its text before it signals, but the store may have it after that."""
+    kept = {}
+    store = SimpleNamespace(
+        check=kept.__contains__,
+        wait=lambda keys, timeout: kept.update({keys[0]: b"v"}),
+        get=kept.__getitem__,
+    )
+    barrier = device_barrier.DeviceBarrier.__new__(device_barrier.DeviceBarrier)
+    barrier.store, barrier.device, barrier.known, barrier.left = store, CPU, {}, {}
+    assert barrier._text(1, rank=2, fingerprint=7) == "v"
+
+
 def test_memory_that_is_pulled_into_is_not_used_again_after_an_error(on_gpu):
     """What is freed by an error is the stream's again, while copies of another may go on."""
     on_gpu.barrier = SimpleNamespace(abandon=lambda error: events.append(("abandon", str(error))))

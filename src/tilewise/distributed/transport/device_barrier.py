@@ -8,6 +8,7 @@ next call of the library, and until then what it has pulled is NaN.
 
 from __future__ import annotations
 
+import datetime
 import zlib
 from collections.abc import Sequence
 from typing import NoReturn
@@ -22,6 +23,7 @@ from .memory import Memory, synchronize
 Tensor = torch.Tensor
 PAD = 8 * WORDS  # bytes
 KNOWN = 4096  # calls whose fingerprints are kept
+WRITTEN = datetime.timedelta(seconds=1)  # in which a text is in the store
 
 
 class DeviceBarrier:
@@ -183,8 +185,8 @@ class DeviceBarrier:
         if (text := self.left.get(key) or next(texts, None)) is not None:
             return text
         try:
-            if self.store.check([key]):
-                return self.store.get(key).decode()
+            self.store.wait([key], WRITTEN)  # `set` returns before the store has it
+            return self.store.get(key).decode()
         except dist.DistError:
             pass  # the rank that has the store may have ended; which one this is, is known
         return "an error" if fingerprint == RAISED else "something else"
