@@ -9,6 +9,7 @@ import click
 
 from .account import io
 from .bench.commands import bench
+from .bench.row import ARGUMENTS
 from .blocks import blocks
 from .cold import cold
 from .compare import compare
@@ -24,7 +25,16 @@ from .speedup import speedup
 EXPERIMENTS = [memory, io, speedup, blocks, host, cold, matmul, cpu]
 
 
+class Remembered(click.Group):
+    """A group whose commands can ask what they were given."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta[ARGUMENTS] = tuple(args)
+        return super().parse_args(ctx, args)
+
+
 @click.group(
+    cls=Remembered,
     commands=[bench, *EXPERIMENTS, compare, report, figures, trace, schedule],
     context_settings={"help_option_names": ["-h", "--help"]},
 )

@@ -10,10 +10,13 @@ import dataclasses
 import datetime
 import json
 import math
+import shlex
 import uuid
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import click
 
 from tilewise.explain.machine import commit, cpu_name, driver_version, triton_version
 
@@ -22,6 +25,7 @@ from .timer import Spread
 if TYPE_CHECKING:
     from .check import Verdict
 
+ARGUMENTS = "benchmarks.arguments"  # where a command's context holds what it was given
 KINDS = {"str": str, "float": (int, float), "float | None": (int, float, type(None)), "dict": dict}
 
 
@@ -55,6 +59,7 @@ class Row:
     extra: dict = dataclasses.field(default_factory=dict)  # a suite's own numbers, by name
     sustained_ms: list = dataclasses.field(default_factory=list)  # a round each; []: not timed so
     joules: float | None = None  # a call's energy back to back; None: not measured
+    command: str = ""  # the arguments of `python -m benchmarks`; older rows have none
 
     @classmethod
     def of(
@@ -107,7 +112,19 @@ def stamp(suite: str, device: str) -> Stamp:
         driver=driver_version() if on_gpu else "none",
         tilewise=__version__,
         commit=commit(),
+        command=command(),
     )
+
+
+def command() -> str:
+    """The arguments of `python -m benchmarks` that this run was given, without where to save."""
+    context = click.get_current_context(silent=True)
+    words = list(context.meta.get(ARGUMENTS, ())) if context else []
+    for option in ("--save", "--png"):
+        if option in words:
+            place = words.index(option)
+            del words[place : place + 2]
+    return shlex.join(words)
 
 
 def append(path: str | Path, rows: Iterable[Row]) -> None:

@@ -1,8 +1,10 @@
 """The first call of a process: what the processes are given, and the rows."""
 
 import pytest
+from click.testing import CliRunner
 
 from benchmarks import cold
+from benchmarks.__main__ import main
 from benchmarks.bench import load
 from benchmarks.bench.run import Outcome
 from benchmarks.cold import ChildFailed, first_calls, rounds_of, run_cold, shape_for
@@ -39,6 +41,15 @@ def test_rows(small, monkeypatch, tmp_path):
     assert [row.shape["direction"] for row in rows] == ["fwd", "bwd"]
     assert rows[0].rounds_ms == [30.0, 10.0, 20.0] and rows[0].extra == {"cache": "none"}
     assert rows[0].max_error <= rows[0].bound
+
+
+def test_rows_hold_the_command_that_takes_them_again(small, monkeypatch, tmp_path):
+    monkeypatch.setattr(cold, "first_calls", lambda *asked: [3.0, 2.0])
+    file = tmp_path / "rows.jsonl"
+    asked = ["cold", "--device", "cpu", "--save", str(file), "--rounds", "1"]
+    done = CliRunner().invoke(main, asked)
+    assert done.exit_code == 0, done.output
+    assert {row.command for row in load(file)} == {"cold --device cpu --rounds 1"}
 
 
 def test_a_wrong_call_is_not_timed(small, monkeypatch):

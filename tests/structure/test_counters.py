@@ -16,7 +16,7 @@ AT_MOST = {
     "files attention() imports": 40,
     "lines attention() imports": 5_685,
     # One record, one dispatcher, one file of checks, one way to launch
-    "records per 1,000 lines, host": 3.11,
+    "records per 1,000 lines, host": 3.10,
     "records per 1,000 lines, device": 6.46,
     "records built at one place, host": 20,
     "records built at one place, device": 57,
@@ -24,7 +24,7 @@ AT_MOST = {
     "dispatchers": 1,
     "check files": 2,
     # Plain English
-    "calls with *x per 1,000 lines": 1.57,
+    "calls with *x per 1,000 lines": 1.56,
     "calls with a tuple's *": 0,
     "vague locals": 32,
     "docstrings without a subject": 0,
