@@ -45,6 +45,7 @@ class Timing(NamedTuple):
     rounds: int = 5
     round_ms: float = 30.0
     save: str | None = None
+    command: str = ""  # that this is a run of: ranks are processes of their own
     case_s: float = 0.0  # of the rounds of a case: fewer are made where they take longer; 0: any
 
 
@@ -61,6 +62,7 @@ def run_cases(tell: Tell, cases: Iterable[Sharded], timing: Timing) -> list[list
     as each case ends.
     """
     common = stamp("distributed", timing.device)
+    common["command"] = timing.command
     versions = "torch {torch}, triton {triton}".format_map(common)
     tell(f"{dist.get_world_size()} x {common['device']}, {versions}, {timing.rounds} rounds")
     done = []

@@ -9,6 +9,7 @@ import click
 from tilewise.cli.options import DTYPES, IntList, NameList
 
 from ...options import MASKS, HeadList, conclude, pass_option, run_options, show_with
+from ..row import command
 
 GPU = dict(tokens=(8192, 16384, 65536), heads=((32, 8, 128),), dtype="bf16")
 CPU = dict(tokens=(64,), heads=((4, 2, 16),), dtype="fp32")
@@ -98,7 +99,7 @@ def distributed(
     except ValueError as error:
         raise click.UsageError(f"--documents {documents}: {error}") from error
     sides = (*(f"tilewise:{name}" for name in methods), *against)
-    how = Timing(sides, "cuda" if on_gpu else "cpu", **asked)
+    how = Timing(sides, "cuda" if on_gpu else "cpu", command=command(), **asked)
     show = show_with(as_json)
     done = run_ranks(run_cases, ranks, how.device, cases, how, tell=show) or []
     outcomes = [outcome for each in done for outcome in each]

@@ -10,7 +10,7 @@ import torch.distributed as dist
 testing = pytest.importorskip("click.testing")
 
 import tilewise.distributed as td  # noqa: E402
-from benchmarks.bench import commands as command  # noqa: E402
+from benchmarks.__main__ import main  # noqa: E402
 from benchmarks.bench import load, sharded_run  # noqa: E402
 from benchmarks.bench.sharded import (  # noqa: E402
     Results,
@@ -27,7 +27,7 @@ if not dist.is_available() or not dist.is_gloo_available():
 
 def invoke(*arguments):
     return testing.CliRunner(env={"COLUMNS": "200"}).invoke(
-        command.bench, ["distributed", "--device", "cpu", *arguments]
+        main, ["bench", "distributed", "--device", "cpu", *arguments]
     )
 
 
@@ -46,6 +46,7 @@ def test_rows_of_two_processes(tmp_path):
     sides = ["one process", *(f"tilewise:{x}" for x in ("heads", "stream", "ring", "nodes"))]
     has_ring = importlib.util.find_spec("ring_flash_attn") is not None
     assert [row.provider for row in rows if row.provider != "ring-flash-attn"] == 2 * sides
+    assert all(row.command.startswith("bench distributed --device cpu --rounds 2") for row in rows)
     assert has_ring == any(row.provider == "ring-flash-attn" for row in rows)
     for direction in ("fwd", "fwd+bwd"):
         one = by_name["one process", direction]
