@@ -1,5 +1,6 @@
 """torch.compile and export: one graph for every length, equal results and gradients."""
 
+import inspect
 import itertools
 import os
 import subprocess
@@ -14,6 +15,7 @@ from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_inductor_cache, run_fw_bw_and_get_code
 
 import tilewise
+from tilewise.frontend.compiled import nodes
 from tilewise.mods import expressions
 from tilewise.testing import use_interpreter
 
@@ -353,3 +355,59 @@ def test_a_mask_that_is_handed_in_may_be_another_one_each_time():
         mask = tilewise.mods.document((torch.arange(16) >= split).int())
         torch.testing.assert_close(attend(q, mask), tilewise.attention(q, q, q, mask_mod=mask))
     assert counter.frame_count == 1
+
+
+NO_OPTION = {"q", "k", "v", "query", "key", "value", "unknown", "q_descale", "k_descale"}
+NO_OPTION |= {"v_descale", "out_dtype", "dropout_p", "dropout_rng", "attention_chunk"}
+NO_OPTION |= {"score_mod", "mask_mod", "block_mask", "page_table", "block_table", "split_size"}
+NO_OPTION |= {"out", "backward", "attn_mask"}
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        *(tilewise.attention, tilewise.flash_attn_func, tilewise.flash_attn_varlen_func),
+        tilewise.scaled_dot_product_attention,
+    ],
+    ids=lambda f: f.__name__,
+)
+def test_a_node_has_every_option_of_a_call(function, monkeypatch):
+    """By its name, but those that no node has."""
+    names = [x for x in inspect.signature(function).parameters if x not in NO_OPTION]
+    options = {x: torch.ones(2) if "seq" in x and "max" not in x else x for x in names}
+    passed = {}
+    monkeypatch.setattr(torch.compiler, "is_dynamo_compiling", lambda: True)
+    monkeypatch.setitem(nodes, function.__name__, lambda q, k, v, **named: passed.update(named))
+    function(*torch.ones(3, 1, 2, 1, 8), **options)
+    assert passed.keys() == options.keys()
+    assert all(passed[name] is options[name] for name in names)
+
+
+def cached_calls():
+    """A decode, one in pages with `out`, an append apart, and one with rotary, by name."""
+    used, table = torch.tensor([20, 3], dtype=torch.int32), torch.arange(8, dtype=torch.int32)
+    new, cos = torch.randn(2, 2, 1, 4, 32), torch.randn(2, 128, 16)
+    options = dict(cache_seqlens=used, causal=True)
+    pages = dict(page_table=table.view(2, 4), seqused_k=used, causal=True)
+    rotated = dict(k=new[0], v=new[1], rotary_cos=cos[0], rotary_sin=cos[1])
+    return {
+        "decode": lambda q, k, v: tilewise.flash_attn_with_kvcache(q, k, v, **options),
+        "rotary": lambda q, k, v: tilewise.flash_attn_with_kvcache(q, k, v, **options, **rotated),
+        "out": lambda q, k, v: tilewise.attention(
+            *(q, k.view(8, 16, 4, 32), v.view(8, 16, 4, 32)), **pages, out=torch.empty_like(q)
+        ),
+        "append": lambda q, k, v: tilewise.cache.append(k, v, *new, seqused_k=used),
+    }
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # inductor's own
+@pytest.mark.parametrize("name", sample(cached_calls(), "decode", "append"))
+def test_inductor_calls_operators_of_a_cache(name):
+    """Whose last arguments have defaults: generated code passes those by keyword."""
+    call, tensors = cached_calls()[name], [torch.randn(2, n, 4, 32) for n in (1, 64, 64)]
+    results = []
+    for function in (call, torch.compile(call, fullgraph=True)):
+        copies = [x.clone() for x in tensors]
+        with torch.no_grad():
+            results.append((function(*copies), copies))
+    torch.testing.assert_close(*results)

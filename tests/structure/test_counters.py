@@ -10,11 +10,11 @@ from helpers.counters import count
 AT_LEAST = {"arguments by keyword, percent": 18.7}
 AT_MOST = {
     # Sizes
-    "lines": 53_848,
+    "lines": 53_856,
     "files that name softcap": 28,
     "files that name sinks": 36,
     "files attention() imports": 40,
-    "lines attention() imports": 5_685,
+    "lines attention() imports": 5_693,
     # One record, one dispatcher, one file of checks, one way to launch
     "records per 1,000 lines, host": 3.10,
     "records per 1,000 lines, device": 6.46,

@@ -69,8 +69,16 @@ def operator(
     """
     LIBRARY.define(name + schema, tags=tags)
     full_name = f"{LIBRARY.ns}::{name}"
-    setattr(direct, name, lambda *args, **named: kernel(args, **named))
-    LIBRARY.impl(name, getattr(direct, name), "CompositeExplicitAutograd")
+    arguments = getattr(torch.ops.tilewise, name).default._schema.arguments
+    has_default = [x.name for x in arguments if x.has_default_value()]
+
+    def call(*args: Any, **named: Any) -> Any:
+        if named:  # Inductor passes what has a default by keyword, all of it
+            args = *args, *(named.pop(x) for x in has_default if x in named)
+        return kernel(args, **named)
+
+    setattr(direct, name, call)
+    LIBRARY.impl(name, call, "CompositeExplicitAutograd")
 
     def trace(*args: Any, **named: Any) -> Any:
         if "torch._inductor.lowering" in sys.modules:
