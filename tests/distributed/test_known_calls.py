@@ -3,6 +3,7 @@ counted with streams, the driver and kernels replaced; and that no call is taken
 """
 
 import collections
+import contextlib
 import datetime
 import itertools
 import sys
@@ -19,10 +20,12 @@ from helpers.waits import SHORT
 import tilewise
 import tilewise.distributed as td
 from tilewise.distributed.api import known_calls
-from tilewise.distributed.methods import heads, one_launch, rows
+from tilewise.distributed.methods import heads, one_launch, rows, stream
 from tilewise.distributed.transport import arena as arenas
 from tilewise.distributed.transport.device_arena import EVENTS, DeviceArena
 from tilewise.distributed.transport.device_barrier import PAD, DeviceBarrier
+from tilewise.distributed.transport.links import Links
+from tilewise.distributed.transport.nodes import Nodes
 from tilewise.kernels.common.outputs import empty_out
 from tilewise.kernels.common.program import Program
 from tilewise.kernels.common.results import outputs_of
@@ -47,12 +50,35 @@ class Event:
 class Host:
     """The other rank, which always comes."""
 
-    rank, ranks, lost, epoch = 0, 2, None, 0
+    rank, ranks, lost, epoch, number = 0, 2, None, 0, 0
     timeout = datetime.timedelta(seconds=SHORT)
     store = SimpleNamespace(set=lambda key, text: None, delete_key=lambda key: True)
 
     def wait(self, signature, note=""):
+        counts["met"] += 1
         return [note, note]
+
+    def named(self, ranks):
+        return f"ranks {ranks}"
+
+
+class Nccl:
+    """Between two nodes."""
+
+    def _get_backend(self, device):
+        return self
+
+    def send(self, tensors, peer, tag):
+        counts["sent"] += 1
+
+    def recv(self, tensors, peer, tag):
+        counts["received"] += 1
+
+    def _start_coalescing(self):
+        counts["batches"] += 1
+
+    def _end_coalescing(self):
+        return SimpleNamespace(wait=lambda: None)
 
 
 class Blocks:
@@ -65,6 +91,16 @@ class Blocks:
 @pytest.fixture
 def gpu(monkeypatch):
     """A layout of two ranks whose arena has streams, and no GPU."""
+    yield from arena_without_gpu(monkeypatch)
+
+
+@pytest.fixture
+def node(monkeypatch):
+    """The same ranks as two nodes."""
+    yield from arena_without_gpu(monkeypatch, nodes=True)
+
+
+def arena_without_gpu(monkeypatch, nodes=False):
     stream = SimpleNamespace(cuda_stream=5, wait_stream=lambda other: None)
 
     def current_stream(device=None):
@@ -116,6 +152,12 @@ def gpu(monkeypatch):
     arena.ready, arena.events = Event(), [Event() for _ in range(EVENTS)]
     arena.write = lambda *given: counts.update(["write"])
     arena.dma = lambda *given: counts.update(["copy"])
+    if nodes:
+        arena.has_mates = False
+        arena.links = Links(Host(), Nodes(((0,), (1,)), 0), group=Nccl(), device=CPU)
+        arena.nodes, arena.counts_pieces, arena.links.own = arena.links.nodes, False, True
+        monkeypatch.setattr(arena.links, "open", lambda: None)
+        monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     counts.clear()
     layout = td.zigzag(2 * TOKENS, 2)
     object.__setattr__(layout, "group", "two ranks")
@@ -167,6 +209,20 @@ def test_stream(gpu, learns):
         **{"copy": 4, "write": 5, "recorded": 2, "waited for": 2},
     }
     assert calls < 200  # with those of what is replaced
+
+
+@pytest.mark.parametrize("learns", [False, True])
+def test_stream_between_nodes(node, learns, monkeypatch):
+    """A launch and a batch of NCCL's per group of heads, and one meeting of the hosts."""
+    monkeypatch.setattr(stream, "LEAST_ROWS", 4 * TOKENS)
+    given = inputs(learns)
+    found, calls = warm(lambda: td.attention(*given, layout=node, causal=True, method="stream"))
+    assert found == {
+        **dict(copy_table_kernel=1, attention=2, poison_kernel=1),
+        **dict(met=1, batches=2, sent=2, received=2),
+        **{"copy": 2, "recorded": 3, "waited for": 3},
+    }
+    assert calls < 190
 
 
 @pytest.mark.parametrize("learns", [False, True])

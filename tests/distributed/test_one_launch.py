@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from helpers.call_specs import call_of, launch_runs
 from helpers.device_arena import CPU, device_arena
+from helpers.nodes import elsewhere
 from helpers.processes import run
 from helpers.tiers import sample, sample_rows
 
@@ -17,7 +18,7 @@ import tilewise.distributed as td
 from gluon_emulator.hopper.arrivals import Arrivals
 from gluon_emulator.hopper.machine import Deadlock, HopperError
 from tilewise.distributed.layouts.work import Band
-from tilewise.distributed.methods import one_launch
+from tilewise.distributed.methods import one_launch, stream
 from tilewise.distributed.transport import arena as arenas
 from tilewise.distributed.transport import device_barrier
 from tilewise.kernels.common.device_words import ARRIVED, FAILED, LATE, WORDS
@@ -50,7 +51,7 @@ LAYOUTS = {
 class Here:
     """What a launch asks of an arena."""
 
-    limit = 10**9
+    limit, nodes = 10**9, None
 
     def __init__(self):
         self.words = torch.zeros(WORDS, dtype=torch.int32)
@@ -318,6 +319,42 @@ def both(rank):
 @pytest.mark.slow
 def test_two_ranks():
     run(both, 2)
+
+
+def between_nodes(rank):
+    """Each group of heads is a launch of its own, with the bits of one call."""
+    stream.LEAST_ROWS = 1
+    group, launched = dist.group.WORLD, []
+    torch.use_deterministic_algorithms(True)
+    zigzag, contiguous = td.zigzag(SEQLEN, group), td.contiguous(SEQLEN, group)
+    with elsewhere((0, 1), rank):
+        arena = device_arena()
+        arena.begin_pieces = None
+        for asked, layout in (
+            (dict(CAUSAL, sinks=True), zigzag),
+            (dict(CAUSAL, docs=DOCUMENTS, headdim=40), zigzag),
+            (dict(window=(150, 40), alibi=True), contiguous),
+        ):
+            case = Whole(**asked, heads=(8, 4))
+            layout = case.deal(layout)
+            with use_emulator(), torch.no_grad():
+                out, lse = case.one()
+                shards = [layout.shard(x) for x in (case.q, case.k, case.v)]
+                asked = dict(layout=layout, method="stream", return_lse=True, **case.options)
+                for _ in range(2):
+                    arrive = arena.arrive
+                    arena.arrive = lambda mark, arrive=arrive: launched.append(0) or arrive(mark)
+                    found = td.attention(*shards, **asked)
+                    arena.arrive = arrive
+                    assert len(launched) == 4
+                    launched.clear()
+                    assert torch.equal(found[0], layout.shard(out))
+                    assert torch.equal(found[1], layout.shard(lse, 2))
+
+
+@pytest.mark.slow
+def test_two_nodes():
+    run(between_nodes, 2)
 
 
 def late(rank):

@@ -1,16 +1,20 @@
-"""One launch for all runs of rows of a rank, which begins before its keys have arrived: the forward
-of stream on Hopper GPUs.
+"""One launch for all runs of rows of a rank: the forward of stream on Hopper GPUs. In one node it
+begins before its keys have arrived.
 
 Keys and values come by groups of key heads, so that the first tiles wait for one group alone. Of a
 group a rank pulls from the ranks before it, one after the other, and the stream of the copies
 writes after each piece how many have arrived; the kernel's load warp waits for the piece that its
 next block lies in. What this rank has itself is there before the launch: a copy within a GPU needs
 an SM, and all of these may be waiting.
+
+Between nodes each group has a launch of its own, which begins when its keys are there: NCCL copies
+on SMs.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +28,7 @@ from ..transport.copies import CopyList, in_rows, kind_of, places_of
 from ..transport.copy_lists import keys_to_queries
 from ..transport.exchange import publish_copies
 from ..transport.halves import Arena
+from ..transport.nodes import Nodes
 from . import rows
 from .pulled_keys import hidden_keys
 from .shard_call import ShardCall
@@ -40,12 +45,13 @@ LEAST_BYTES = 1 << 22  # of one, in the mean: it costs the host 25 us, and short
 class PreparedLaunch:
     """What the calls of a signature share. K and V of one width are pulled as one tensor."""
 
-    def __init__(self, arena: Any, spec: ShardCall, q: Tensor, k: Tensor, v: Tensor) -> None:
+    def __init__(
+        self, arena: Any, spec: ShardCall, q: Tensor, k: Tensor, v: Tensor, *, count: int
+    ) -> None:
         layout = spec.layout
         dense_k, dense_v = in_rows(k), in_rows(v)
         self.k_is_dense, self.v_is_dense = dense_k is k, dense_v is v
         self.is_joint = k.shape == v.shape
-        count = groups_of(layout, k.shape[2], head_bytes=layout.seqlen * k.shape[3] * k.itemsize)
         heads = k.shape[2] // count
         # (groups, seqlen, 1, ..., headdim)
         self.shapes: tuple[tuple[int, ...], ...] = tuple(
@@ -53,11 +59,13 @@ class PreparedLaunch:
         )
         if self.is_joint:
             self.shapes = ((count, layout.seqlen, 1, 2, heads, k.shape[3]),)
-        self.copies = copies_of(spec, dense_k, v=dense_v, count=count)
+        self.copies = copies_of(spec, dense_k, v=dense_v, count=count, nodes=arena.nodes)
         self.pieces = [x for pieces in self.copies.pieces for x in pieces]
         self.sources = tuple([x.rank for x in self.pieces])[:: len(self.shapes)]
         self.signature = f"attention (stream, {count} groups of heads at a time): {spec.signature}"
         self.hidden = hidden_keys(layout, spec.band)
+        of_group = q.shape[2] // count
+        self.heads = [slice(i * of_group, (i + 1) * of_group) for i in range(count)]  # of queries
         self.forward = forward_of(arena, spec, q=q, k=k, v=v, heads=heads)
         self.limit = arena.limit  # that the launch was made with
 
@@ -66,7 +74,9 @@ def serves(arena: Arena, spec: ShardCall, q: Tensor, k: Tensor, v: Tensor) -> bo
     """Tells whether a call is one launch: on Hopper, one sequence, no functions of positions."""
     if spec.prepared is not None and spec.prepared.stream is not None:
         return True
-    if not arena.counts_pieces or q.shape[0] != 1 or spec.is_modified or not spec.layout.seqlen:
+    if not (arena.counts_pieces or arena.nodes) or q.shape[0] != 1 or spec.is_modified:
+        return False
+    if not spec.layout.seqlen:
         return False
     if rows.backend_of_runs(spec, q, k=k, v=v) != "hopper":
         return False
@@ -75,11 +85,24 @@ def serves(arena: Arena, spec: ShardCall, q: Tensor, k: Tensor, v: Tensor) -> bo
     return runs_launch.serves(spec.on_rows(q, k, v=v, extras=spec.extras_per_head).problem)
 
 
-def attend(arena: Any, spec: ShardCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def attend(
+    arena: Any,
+    spec: ShardCall,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    groups_between_nodes: Callable[..., Sequence[range]],
+) -> tuple[Tensor, Tensor]:
     """Computes `out` and `lse` of a rank's queries, settled."""
     plan = None if spec.prepared is None else spec.prepared.stream
     if plan is None or plan.limit != arena.limit:
-        plan = PreparedLaunch(arena, spec, q=q, k=k, v=v)
+        if arena.nodes is None:
+            head_bytes = spec.layout.seqlen * k.shape[3] * k.itemsize
+            count = groups_of(spec.layout, k.shape[2], head_bytes=head_bytes)
+        else:
+            count = len(groups_between_nodes(arena, spec, q, k=k, v=v))
+        plan = PreparedLaunch(arena, spec, q=q, k=k, v=v, count=count)
         if spec.prepared is not None:
             spec.prepared.stream = plan
     sources = k if plan.k_is_dense else in_rows(k), v if plan.v_is_dense else in_rows(v)
@@ -88,6 +111,8 @@ def attend(arena: Any, spec: ShardCall, q: Tensor, k: Tensor, v: Tensor) -> tupl
         for x in pulled:
             x[:, start:stop] = 0
     publish_copies(arena, plan.copies, signature=plan.signature, sources=sources, targets=pulled)
+    if arena.nodes is not None:
+        return _attend_by_groups(arena, spec, plan, q=q, pulled=pulled)
     arena.begin_pieces(plan.sources)
     (last,) = arena.pull([plan.pieces], pulled, counted=len(pulled))
     try:
@@ -99,7 +124,27 @@ def attend(arena: Any, spec: ShardCall, q: Tensor, k: Tensor, v: Tensor) -> tupl
         arena.arrive(last)
 
 
-def copies_of(spec: ShardCall, k: Tensor, v: Tensor, *, count: int) -> CopyList:
+def _attend_by_groups(
+    arena: Any, spec: ShardCall, plan: PreparedLaunch, *, q: Tensor, pulled: list[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Launches each group once its keys have come from other nodes."""
+    out = q.new_empty((*q.shape[:3], pulled[-1].shape[-1]))
+    lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
+    marks = arena.pull(plan.copies.pieces, pulled, traffic=plan.copies.traffic)
+    for group, (mark, heads) in enumerate(zip(marks, plan.heads)):
+        keys, *values = [x[group : group + 1] for x in pulled]
+        values = keys[:, :, :, 1] if plan.is_joint else values[0]
+        per_head = [x if x is None else x[..., heads] for x in spec.extras[:2]]
+        results = out[:, :, heads], lse[:, heads]
+        arena.arrive(mark)
+        plan.forward((q[:, :, heads], keys, values, *per_head, arena.words, *results))
+    arena.settle([out, lse])
+    return out, lse
+
+
+def copies_of(
+    spec: ShardCall, k: Tensor, v: Tensor, *, count: int, nodes: Nodes | None = None
+) -> CopyList:
     """Lists the copies of keys and values in `count` groups of heads."""
     layout, heads = spec.layout, k.shape[2] // count
     return keys_to_queries(
@@ -111,7 +156,7 @@ def copies_of(spec: ShardCall, k: Tensor, v: Tensor, *, count: int) -> CopyList:
         batch=1,
         groups=tuple(range(i * heads, (i + 1) * heads) for i in range(count)),
         band=spec.band,
-        nodes=None,
+        nodes=nodes,
         side_by_side=k.shape == v.shape,
     )
 
@@ -125,7 +170,7 @@ def forward_of(
     dtypes = tuple(None if x is None else x.dtype for x in extras)
     key = q.device, dtypes, layout_key((q, *extras))
     options: Any = dict(layout=spec.layout, heads=heads, limit=arena.limit, key=key)
-    return _forward_of(call.problem, call.scalars, **options)
+    return _forward_of(call.problem, call.scalars, waits=arena.nodes is None, **options)
 
 
 @functools.lru_cache(maxsize=256)
@@ -136,13 +181,18 @@ def _forward_of(
     layout: Layout,
     heads: int,
     limit: int,
+    waits: bool,
     key: tuple[Any, ...],
 ) -> Planned:
-    """Makes the launch of a signature, which has the key, too."""
+    """Makes the launch of a signature, which has the key, too; of each group, if none waits."""
     from ...kernels.hopper.fwd import runs_launch
 
     walk = walk_of(layout, Band(scalars.left, scalars.right), heads=heads)
-    return runs_launch.prepare(problem, scalars, walk=walk, limit=limit)
+    if waits:
+        return runs_launch.prepare(problem, scalars, walk=walk, limit=limit)
+    walk = walk._replace(waits=(0,) * len(walk.waits), pieces=0)
+    fields = runs_launch.INTO
+    return runs_launch.prepare(problem, scalars, walk=walk, limit=limit, fields=fields)
 
 
 @functools.lru_cache(maxsize=256)

@@ -36,7 +36,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Computes `out` and `lse` of a rank's rows."""
     if one_launch.serves(arena, spec, q=q, k=k, v=v):
-        return one_launch.attend(arena, spec, q=q, k=k, v=v)
+        return one_launch.attend(arena, spec, q=q, k=k, v=v, groups_between_nodes=groups_of)
     out, lse = _attend(arena, spec, q=q, k=k, v=v)
     arena.settle([out, lse])
     return out, lse

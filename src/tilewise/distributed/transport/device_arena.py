@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ...kernels.common.building import on_device
-from ...kernels.common.device_words import ARRIVED
+from ...kernels.common.device_words import ARRIVED, FAILED
 from ...kernels.common.row_table import Table
 from ...kernels.portable.copy_table import copy_table
 from ...kernels.portable.sum_parts import PartSums
@@ -56,6 +56,7 @@ class DeviceArena(Arena):
         self.words, self.limit = barrier.signals.words, barrier.nanoseconds
         self.arrived = self.words.data_ptr() + self.words.itemsize * ARRIVED
         self.part_sums = PartSums()
+        self.has_mates = len(barrier.members) > 1  # on its node
         self.pieces = 0  # that the copies of the call have brought
         self.write: Any = None
         self.dma: Any = None  # the driver's copies, without torch's own work for each
@@ -86,16 +87,21 @@ class DeviceArena(Arena):
         self.views.clear()
         self.blocks = self.allocate(nbytes, signature)
         self.starts = [x.data_ptr() for x in self.blocks]
+        if self.links is not None:
+            self.links.open()
 
     def meet(self, signature: str) -> None:
         if self.links is not None:  # the device's barrier is of the node
+            self.host.wait(signature)
+            if not self.has_mates:
+                return
             if self.has_streams:
                 self.last.wait_stream(self.side)  # which has met the node, too
-            self.host.wait(signature)
         super().meet(signature)
 
     def meet_node(self) -> None:
-        self.barrier.again()
+        if self.has_mates:
+            self.barrier.again()
 
     def copy(self, table: Table, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         source_addresses = [x.data_ptr() for x in sources]
@@ -145,6 +151,10 @@ class DeviceArena(Arena):
             yield
 
     def abandon(self, error: BaseException | None) -> None:
+        if self.links is not None and not self.links.end():  # no kernel takes it for keys
+            with torch.cuda.stream(stream := torch.cuda.Stream(self.device)):
+                self.words[FAILED] = 1
+            stream.synchronize()
         super().abandon(error)
         if self.has_streams:  # what an error frees may still be pulled into
             torch.cuda.current_stream(self.device).wait_stream(self.side)

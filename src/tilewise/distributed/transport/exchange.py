@@ -11,7 +11,7 @@ import torch
 
 from .copies import ALIGN, CopyList
 from .halves import Arena
-from .nodes import Message, Traffic
+from .nodes import Message, Nodes, Traffic
 
 Tensor = torch.Tensor
 Tensors = Sequence[Tensor]
@@ -55,9 +55,13 @@ class Published:
     def fetch(self, rows: Traffic) -> None:
         """Exchanges rows of each tensor with other nodes, inside of `arena.copying`."""
         arena = self.arena
-        sends = [y for x in rows.sends for y in self._in_bytes(x, arena.rank)]
-        receives = [y for x in rows.receives for y in self._in_bytes(x, x.peer)]
-        arena.finish(arena.begin(Traffic(sends, receives)))
+        key = self.dtypes, self.shapes, self.counts, rows
+        traffic = arena.views.get(key)
+        if traffic is None:
+            sends = [y for x in rows.sends for y in self._in_bytes(x, arena.rank)]
+            receives = [y for x in rows.receives for y in self._in_bytes(x, x.peer)]
+            traffic = arena.keep(key, Traffic(sends, receives))
+        arena.finish(arena.begin(traffic))
 
     def _in_bytes(self, rows: Message, owner: int) -> Iterator[Message]:
         starts = starts_of(self.row_bytes, self.counts[owner])
@@ -95,7 +99,13 @@ def publish_rows(
     arena.meet(signature)
     if arena.nodes is not None:
         with arena.copying():
-            published.fetch(arena.nodes.traffic(lambda owner, readers: [(0, counts[owner])]))
+            published.fetch(_whole_shards(arena.nodes, published.counts))
             mark = arena.mark()
         arena.arrive(mark)
     return published
+
+
+@functools.lru_cache(maxsize=256)
+def _whole_shards(nodes: Nodes, counts: tuple[int, ...]) -> Traffic:
+    """Returns the traffic of all rows to all nodes."""
+    return nodes.traffic(lambda owner, readers: [(0, counts[owner])])

@@ -44,7 +44,7 @@ class Arena:
         self.blocks: list[Tensor] = []
         self.pulled = 0  # bytes that were read of other ranks, in all
         self.received = 0  # bytes that came from other nodes, in all
-        self.views: dict[Any, Tensor] = {}  # of the blocks; see `exchange.Published`
+        self.views: dict[Any, Any] = {}  # of the blocks; see `exchange.Published`
 
     def publish(self, nbytes: int, signature: str) -> Tensor:
         """Returns room for what this rank publishes next, uint8: the same size on all ranks."""
@@ -85,8 +85,8 @@ class Arena:
         )
         return self.nodes.with_mirrors(blocks, nbytes)
 
-    def keep(self, key: Any, view: Tensor) -> Tensor:
-        """Keeps a view of the blocks until these grow."""
+    def keep(self, key: Any, view: Any) -> Any:
+        """Keeps a view of the blocks, or some in a record, until these grow."""
         if len(self.views) >= MOST_VIEWS:
             self.views.clear()
         self.views[key] = view
@@ -109,12 +109,15 @@ class Arena:
         else:
             total[targets.long()] = exact.to(total.dtype)
 
-    def begin(self, traffic: Traffic) -> list[tuple[int, Any]]:
+    def begin(self, traffic: Traffic) -> list[tuple[list[int], Any]]:
         """Begins to exchange with other nodes, inside of `copying`."""
-        self.received += sum([stop - start for _, start, stop in traffic.receives])
-        return self.links.begin(traffic, self._bytes)
+        calls = self.views.get((self.half, traffic))
+        if calls is None:
+            calls = self.keep((self.half, traffic), self.links.calls_of(traffic, self._bytes))
+        self.received += traffic.received
+        return self.links.begin(traffic, calls)
 
-    def finish(self, works: Sequence[tuple[int, Any]]) -> None:
+    def finish(self, works: Sequence[tuple[list[int], Any]]) -> None:
         """Ends an exchange, of this rank and of its node, whose mirrors may then be read."""
         self.links.finish(works)
         if self.links.nodes.has_pairs:

@@ -1,75 +1,125 @@
-"""What ranks of different nodes exchange: batched sends and receives of torch.distributed, by NCCL
-between GPUs and by gloo between CPUs.
+"""What ranks of different nodes exchange: sends and receives in batches, by NCCL between GPUs and
+by gloo between CPUs.
 
 Barriers of all ranks come first, so that both ends have made the same call; then only an end that
 dies or stands still can keep the other waiting, and that one is named.
+
+On GPUs the host does not wait for an exchange. One that an error has left unfinished stays on the
+stream until it is aborted, so NCCL has a communicator of its own here, made again after an error.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
-from .failure import Barrier, check_group
+from .failure import POLL, Barrier, check_group
 from .nodes import Nodes, Traffic
 
 Tensor = torch.Tensor
 View = Callable[[int, int, int], Tensor]  # of a rank's half, bytes [start, stop)
+Call = Callable[[int], Any]  # of a tag
 EPOCH = 1 << 20  # barriers: tags of an epoch
 TAGS = 1 << 31
+LATER = 2  # times our time-out, after which torch's watchdog ends the process
 
 
 class Links:
     """The sends and receives of a rank whose group has several nodes."""
 
     def __init__(self, host: Barrier, nodes: Nodes, *, group: Any, device: torch.device) -> None:
-        self.host, self.nodes, self.group = host, nodes, group
+        self.host, self.nodes, self.device = host, nodes, device
         self.pending: list[Any] = []  # exchanges that were begun and not finished
+        self.last: Any = None  # torch's work of the last one that was begun
         check_group(group, device)
-        if device.type == "cuda":  # NCCL wants all ranks at the first of its calls, not a few
-            dist.all_reduce(torch.zeros(1, device=device), group=group)
+        self.own = device.type == "cuda"  # whether the communicator is
+        self.backend: Any = None if self.own else group._get_backend(device)
+        self.epoch = -1  # in which it was made
 
-    def begin(self, traffic: Traffic, view: View) -> list[tuple[int, Any]]:
-        """Begins to exchange bytes of this rank's half, and of its mirrors of others'."""
+    def open(self) -> None:
+        """Makes a communicator, on all ranks or none: at first, and after an error."""
+        if not self.own or self.epoch == self.host.epoch:
+            return
+        self.abort()  # an error may have ended the epoch without this rank's
+        host, time_out = self.host, LATER * self.host.timeout
+        store = distributed_c10d.PrefixStore(f"nodes/{host.epoch}", host.store)
+        nccl: Any = dist.ProcessGroupNCCL
+        self.backend = nccl(store, host.rank, host.ranks, time_out)
+        # NCCL wants all ranks at the first of its calls, not a few
+        self.backend.allreduce([torch.zeros(1, device=self.device)]).wait()
+        self.epoch = host.epoch
+
+    def calls_of(self, traffic: Traffic, view: View) -> list[Call]:
+        """Returns the sends and receives of bytes of this rank's half, and of its mirrors."""
+        send, receive = self.backend.send, self.backend.recv
+        calls: list[Call] = []
+        for peer, start, stop in traffic.sends:
+            calls.append(functools.partial(send, [view(self.nodes.rank, start, stop)], peer))
+        for peer, start, stop in traffic.receives:
+            calls.append(functools.partial(receive, [view(peer, start, stop)], peer))
+        return calls
+
+    def begin(self, traffic: Traffic, calls: Sequence[Call]) -> list[tuple[list[int], Any]]:
+        """Begins to exchange, on GPUs behind what the current stream was given."""
+        if not calls:
+            return []
         # What an error has left of an earlier call is never taken for this one's
         tag = (self.host.epoch * EPOCH + self.host.number) % TAGS
-        options: dict[str, Any] = dict(group=self.group, tag=tag)
-        ops = []
-        for peer, start, stop in traffic.sends:
-            sent = view(self.nodes.rank, start, stop)
-            ops.append(dist.P2POp(dist.isend, sent, group_peer=peer, **options))
-        for peer, start, stop in traffic.receives:
-            received = view(peer, start, stop)
-            ops.append(dist.P2POp(dist.irecv, received, group_peer=peer, **options))
         peers = [x.peer for x in traffic.sends + traffic.receives]
-        works: list[Any] = []
         try:
-            works = dist.batch_isend_irecv(ops) if ops else works
+            if self.own:
+                self.backend._start_coalescing()
+            works = [call(tag) for call in calls]
+            if self.own:
+                works = [self.backend._end_coalescing()]
         except RuntimeError as error:
             self._lose(peers, error)
-        exchange = list(zip(peers, works))
+        self.last = works[-1]
+        exchange = list(zip([peers] if self.own else [[x] for x in peers], works))
         self.pending.append(exchange)
         return exchange
 
-    def finish(self, works: Sequence[tuple[int, Any]]) -> None:
+    def finish(self, works: Sequence[tuple[list[int], Any]]) -> None:
         """Waits for an exchange: on a CPU the process, else the current stream."""
-        for peer, work in works:
+        for peers, work in works:
             try:
                 work.wait()
             except RuntimeError as error:
-                self._lose([peer], error)
+                self._lose(peers, error)
         self.pending = [x for x in self.pending if x is not works]
+
+    def end(self) -> bool:
+        """Waits on the host for the last exchange, which others may have left; whether it ended."""
+        if not self.own or self.last is None:
+            return True
+        wait = 0.0 if self.host.lost is not None else self.host.timeout.total_seconds()
+        until = time.monotonic() + wait
+        while not (is_there := self.last.is_completed()) and time.monotonic() < until:
+            time.sleep(POLL)
+        return is_there
 
     def settle(self) -> None:
         """Ends what an error has left: the other ends have begun it, too, and it still writes."""
+        if self.own:
+            self.abort()
         while self.pending:
             for _, work in self.pending.pop():
                 with contextlib.suppress(RuntimeError):
                     work.wait()
+
+    def abort(self) -> None:
+        """Ends NCCL's kernels, which may wait for a rank that does not come, and its memory."""
+        backend, self.backend, self.last, self.pending = self.backend, None, None, []
+        if backend is not None:
+            with contextlib.suppress(RuntimeError):
+                backend.abort()
 
     def _lose(self, peers: list[int], error: Exception) -> NoReturn:
         host = self.host

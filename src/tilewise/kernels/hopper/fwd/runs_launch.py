@@ -27,6 +27,7 @@ from .launch import arguments, heads_per_l2_group, launch_of, plan_for
 
 Tensor = torch.Tensor
 FORWARD = "q", "k", "v", "alibi_slopes", "sinks", "words"  # what a call passes, in this order
+INTO = *FORWARD, "out", "lse"  # of some heads: where their results go
 SHIFT = on_device_runs.SHIFT.value  # 2^SHIFT keys are at least those of a block
 
 
@@ -53,13 +54,16 @@ class Walk(NamedTuple):
     pieces: int  # of each group
 
 
-def prepare(problem: Problem, scalars: Scalars, walk: Walk, limit: int) -> Planned:
+def prepare(
+    problem: Problem, scalars: Scalars, walk: Walk, limit: int, fields: tuple[str, ...] = FORWARD
+) -> Planned:
     """The forward of one walk of one signature, of tensors in the order of FORWARD: `out` and `lse`
-    of q (1, rows, nheads, headdim). k and v are (groups, seqlen, ..., heads, headdim), whose rows
-    are dense. A wait ends after `limit` nanoseconds. `words` are those of `Runs`.
+    of q (1, rows, nheads, headdim); or of INTO, which are written. k and v are (groups, seqlen,
+    ..., heads, headdim), whose rows are dense. A wait ends after `limit` nanoseconds. `words` are
+    those of `Runs`.
     """
     plan = functools.partial(forward_program, problem, scalars, walk=walk, limit=limit)
-    return Planned(FORWARD, plan)
+    return Planned(fields, plan)
 
 
 def forward_program(
@@ -74,6 +78,8 @@ def forward_program(
     alibi_slopes: Any,
     sinks: Any,
     words: Any,
+    out: Any = None,
+    lse: Any = None,
     **beside: Any,
 ) -> Program:
     """The forward's one launch, of operands, behind a copy of a q that TMA cannot read. In the
@@ -81,7 +87,10 @@ def forward_program(
     """
     problem, extras = problem._replace(is_packed=True), Extras(alibi_slopes, sinks)
     work = Workspace(q.device)
-    readable, (out, lse) = Readable(work), outputs_of(problem, q)
+    readable, names, outputs = Readable(work), INTO, []
+    if out is None:
+        names, outputs = FORWARD, outputs_of(problem, q)
+        out, lse = outputs
     (q,) = readable.copied((q,), [not is_readable(q)])
     plan = plan_for(problem, q, extras)
     plan = plan._replace(features=plan.features._replace(RUNS=True))
@@ -96,7 +105,7 @@ def forward_program(
     runs = Runs(Provided("table", lambda *_: table), words, limit)
     args["optionals"] = args["optionals"]._replace(runs=runs)
     launch = launch_of(plan, args, **beside)._replace(programs=programs_of(tiles, q.device))
-    return Program(FORWARD, [*readable.steps, launch], work, (out, lse))
+    return Program(names, [*readable.steps, launch], work, outputs)
 
 
 def all_rows(x: Any) -> Any:
