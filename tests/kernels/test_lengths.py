@@ -15,6 +15,7 @@ from tilewise.kernels.common.decode_step import program_of
 from tilewise.kernels.common.lengths import for_all_lengths
 from tilewise.kernels.common.program import Launch, fake_args
 from tilewise.kernels.hopper.decode import launch as decoding
+from tilewise.kernels.hopper.fwd import cached as chunks
 from tilewise.kernels.portable import append_launch, decode_launch
 from tilewise.testing import offline
 from tilewise.tile.rotary import Rotary
@@ -79,6 +80,19 @@ def test_decodes_of_16_queries(page_size):
     """Of two warpgroups."""
     asked = (1, 3, 16), (16, 17, 512), ROOMS, (page_size,)
     assert_compiled_once(launches_of(decoding.launches_of, *asked), sets=1)
+
+
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_chunks(page_size):
+    """Of whole tiles, and of parts, which a launch folds, or a program, or both."""
+    asked = (1, 2, 16), (128, 500, 512), ROOMS, (page_size,)
+    assert_compiled_once(launches_of(chunks.launches_of, *asked), sets=3)
+
+
+def test_steps_of_chunks_and_decodes():
+    plan = functools.partial(chunks.launches_of, chunk=256)
+    asked = (2, 3, 16), (300, 512), ROOMS, (16,), (True,), (512,)
+    assert_compiled_once(launches_of(plan, *asked), sets=2)
 
 
 def test_portable_decodes():

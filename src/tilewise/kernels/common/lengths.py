@@ -4,6 +4,12 @@ Triton compiles another kernel where an integer is 1 or a multiple of 16. Stride
 it says how addresses are aligned. For lengths and counts it makes a dozen kernels where one would
 do, 5 seconds each, some of them in the middle of serving. `do_not_specialize` prevents that for an
 integer, but not for one in a tuple (Triton 3.6 to 3.9).
+
+Triton has no public way to ask for it. What is replaced is private: the factory of a kernel's
+`device_caches`, whose last item is the function that looks at arguments (`create_binder`). That
+one is called first, and of what it returns only entries of integers change. A Triton whose items
+are others fails at the first call of each kernel; one that looks at arguments elsewhere compiles
+more kernels, with the same results, which `tests/kernels/test_lengths.py` finds.
 """
 
 from __future__ import annotations

@@ -6,12 +6,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
+from ...common.lengths import for_all_lengths
 from ..layouts import shared
 from ..pipeline import make_kv_ring, make_ring
 from ..work import KernelCall
 from .convert import convert_partition
 from .epilogue import Output
-from .kernel import Rings
+from .kernel import LENGTHS, Rings
 from .load import Sources, load_partition
 from .mma import attend_partition
 from .varlen import make_tile_messages
@@ -19,6 +20,7 @@ from .varlen import make_tile_messages
 OUT_COLUMNS = gl.constexpr(64)  # of O that pass through shared memory at a time
 
 
+@for_all_lengths(LENGTHS)
 @gluon.jit(do_not_specialize=["lse"])
 def hopper_eight_bit_fwd_kernel(
     q_desc,

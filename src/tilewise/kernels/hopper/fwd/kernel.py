@@ -11,6 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
+from ...common.lengths import for_all_lengths
 from ..bias import make_biases
 from ..layouts import column_groups, shared
 from ..pieces import TMA_UNIT
@@ -22,6 +23,10 @@ from .mma import attend_partition
 from .store import store_partition
 from .varlen import make_tile_messages
 
+# Integers that say nothing of how addresses are aligned
+LENGTHS = "queue.tiles", "queue.heads", "sizes", "numbers", "heads_per_batch", "optionals.parts"
+LENGTHS += "optionals.pages.stride", "optionals.pages.num_pages"
+
 
 class Rings(NamedTuple):
     """All pipelines from the load warp to the matmul warpgroups."""
@@ -32,6 +37,7 @@ class Rings(NamedTuple):
     bias: tuple = 0  # a ring for each warpgroup, where it is copied: (64, BLOCK_N)
 
 
+@for_all_lengths(LENGTHS)
 @gluon.jit(do_not_specialize=["lse"])
 def hopper_fwd_kernel(
     q_desc,

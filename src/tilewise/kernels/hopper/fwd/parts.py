@@ -19,6 +19,7 @@ from triton.experimental.gluon import language as gl
 from ....tile.schedule import query_tile_in_group
 from ....tile.softmax import finish, load_sink
 from ....tile.splits import SplitState, fold
+from ...common.lengths import for_all_lengths
 from ..compat import barrier
 from ..layouts import column_of, row_of
 from ..operands import row_factor
@@ -152,6 +153,7 @@ def state_rows(work, WG: gl.constexpr, LAYOUT: gl.constexpr, TILE: gl.constexpr)
     return (work.first_q * TILE.WARPGROUPS + WG) * 64 + gl.arange(0, 64, row_of(LAYOUT))
 
 
+@for_all_lengths(("parts", "queue.tiles", "queue.heads", "sizes"))
 @gluon.jit
 def fold_parts_kernel(
     out, lse, parts, queue, sizes, optionals, scales, FEATURES: gl.constexpr, TILE: gl.constexpr
