@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import click
 import torch
@@ -23,7 +24,7 @@ from tilewise.cli.tables import console, table
 from tilewise.explain.shapes import Shape
 
 from .bench.graphs import Replayed
-from .bench.providers import Attend, Provider
+from .bench.providers import Attend, Provider, chosen_once
 from .bench.row import append, stamp
 from .bench.run import Outcome, Ready, Stage, time_ready
 from .bench.timer import HostClock, one_thread
@@ -85,7 +86,8 @@ def host(modes, batch, causal, ours, against, as_json, png, **options) -> None:
 
     On a GPU that is checks, choice and launch, and not the kernel's own time; the shape is small,
     so that the queue never fills. On a CPU the work itself is in it, on one thread. Rounds are
-    interleaved; each mode's result is held to fp64 first.
+    interleaved; each mode's result is held to fp64 first. The backend of torch's own attention is
+    chosen once, outside of what is timed; views of (batch, seqlen, nheads, headdim) are inside.
 
     no_grad: eager, where no gradient is wanted. autograd: an eager forward that records its graph.
     fwd+bwd: that and the gradients. compile: under torch.compile, no gradient wanted. graph: the
@@ -161,6 +163,10 @@ def ready_in(mode: str, one: Provider, stages: dict[str, Stage], device: str) ->
         attend = one.prepare(stage.shape, device)
         arguments, _ = stage.inputs[one.layout].leaves(stage.shape)
         ready = ready._replace(call=lambda: attend(*arguments))
+    if isinstance(ready, Ready):
+        call: Any = functools.partial(ready.call)
+        call.within = functools.partial(chosen_once, one.name)
+        ready = ready._replace(call=call)
     return ready
 
 

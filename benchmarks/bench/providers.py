@@ -6,8 +6,9 @@ Each gets its inputs in its own memory order, so that no time of a copy is in th
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -99,6 +100,26 @@ def _tilewise(name: str, backend: str | None, deterministic: bool = False) -> Pr
 NARROW = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION  # of torch's on CUDA
 
 
+_entered: list[SDPBackend] = []
+
+
+@contextlib.contextmanager
+def chosen_once(name: str) -> Iterator[None]:
+    """Inside, torch's attention of this name is chosen already, as a program does around its model.
+    To choose it at every call takes the host longer than the call.
+    """
+    backend = BACKENDS.get(name)
+    if backend is None:
+        yield
+        return
+    _entered.append(backend)
+    try:
+        with sdpa_kernel(backend):
+            yield
+    finally:
+        _entered.pop()
+
+
 def _sdpa(name: str, backend: SDPBackend) -> Provider:
     def refuse(shape: Shape, device: str) -> str | None:
         if (reason := without_features(shape)) is not None:
@@ -119,8 +140,9 @@ def _sdpa(name: str, backend: SDPBackend) -> Provider:
 
     def prepare(shape: Shape, device: str) -> Attend:
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-            with sdpa_kernel(backend):
+            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+            is_chosen = backend in _entered
+            with contextlib.nullcontext() if is_chosen else sdpa_kernel(backend):
                 out = F.scaled_dot_product_attention(
                     q, k, v, is_causal=shape.causal, enable_gqa=shape.nheads != shape.nheads_k
                 )
@@ -279,12 +301,16 @@ def _prepare_standard(shape: Shape, device: str) -> Attend:
     return lambda q, k, v: standard_attention(q, k, v, shape.causal)
 
 
+# torch's own function, its backend pinned in each
+BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
 PROVIDERS = {
     "tilewise": _tilewise("tilewise", None),
-    "flash": _sdpa("flash", SDPBackend.FLASH_ATTENTION),
-    "cudnn": _sdpa("cudnn", SDPBackend.CUDNN_ATTENTION),
-    "efficient": _sdpa("efficient", SDPBackend.EFFICIENT_ATTENTION),
-    "math": _sdpa("math", SDPBackend.MATH),
+    **{name: _sdpa(name, backend) for name, backend in BACKENDS.items()},
     "fa2": Provider(
         "fa2", *peers.asked(partial(peers.from_package, peers.FA2_MODULES), peers.FA2_MAJORS)
     ),
@@ -295,5 +321,4 @@ PROVIDERS = {
     "flex": Provider("flex", _refuse_flex, _prepare_flex, layout="bhsd"),
     "standard": Provider("standard", _refuse_standard, _prepare_standard),
 }
-# torch's own function, its backend pinned in each.
-ALIASES = {f"sdpa-{name}": name for name in ("flash", "cudnn", "efficient", "math")}
+ALIASES = {f"sdpa-{name}": name for name in BACKENDS}

@@ -1,10 +1,12 @@
 """Host time: which calls are timed, and that each is right before."""
 
+import contextlib
+
 import pytest
 import torch
 
 from benchmarks import host
-from benchmarks.bench import load
+from benchmarks.bench import load, providers
 from benchmarks.bench.providers import Provider, provider
 from benchmarks.bench.shapes import square
 from benchmarks.bench.timer import HostClock
@@ -62,6 +64,20 @@ def test_a_wrapped_call_is_checked_too(monkeypatch):
 def test_under_torch_compile():
     (cost,) = run_host(SMALL, [provider("tilewise")], ("compile",), **QUICK)
     assert cost.microseconds > 0, cost.outcome.refused
+
+
+def test_torch_chooses_its_attention_once(monkeypatch):
+    """And not at every call, which takes the host longer than the call itself."""
+    entered = []
+
+    @contextlib.contextmanager
+    def choose(backend):
+        entered.append(backend)
+        yield
+
+    monkeypatch.setattr(providers, "sdpa_kernel", choose)
+    run_host(SMALL, [provider("math")], ("no_grad",), rounds=3, round_ms=5.0)
+    assert len(entered) == 1 + 2 + 3  # where it is checked; to warm up and to estimate; a round
 
 
 def test_the_device_is_idle_before_and_awaited_after(monkeypatch):
