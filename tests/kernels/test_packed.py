@@ -3,6 +3,7 @@
 No GPU: the driver is a fake.
 """
 
+import ctypes
 import struct
 from types import SimpleNamespace
 
@@ -68,6 +69,18 @@ def test_parameters(fake):
         assert values[-2:] == [bytes(8)] * 2
 
 
+def test_a_kernel_that_may_begin_early(fake):
+    """One attribute, programmatic stream serialization, which is allowed."""
+    launch = packed(compiled(run=run_of(launch_pdl=True)), 132, ARGS, ROW, None)
+    launch(5, [32, a_map(1), 16])
+    (config, _, values), *_ = fake.launched
+    *_, stream, attributes, count = struct.unpack("=7I4xQQI4x", config)
+    assert (stream, count) == (5, 1)
+    number, value = struct.unpack("=I4xI60x", ctypes.string_at(attributes, 72))
+    assert (number, value) == (6, 1)
+    assert values[0] == struct.pack("Q", 32)
+
+
 def test_what_the_driver_refuses_goes_through_triton(fake):
     found = []
     launch = packed(compiled(), 132, ARGS, ROW, lambda *x: found.append(x))
@@ -92,7 +105,6 @@ def test_a_launch_inside_of_a_launch_goes_through_triton(fake):
         dict(packed_metadata="of another Triton"),
         dict(packed_metadata=(4, 2, 5000)),
         dict(run=run_of(launch_cooperative_grid=True)),
-        dict(run=run_of(launch_pdl=True)),
         dict(run=run_of(global_scratch_size=512)),  # of a program that makes descriptors
         dict(run=run_of(profile_scratch_size=64)),
         dict(src=SimpleNamespace(signature=SIGNATURE | dict(out="bf16"))),

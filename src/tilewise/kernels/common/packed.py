@@ -24,9 +24,11 @@ POINTER, MAP = "pointer", "map"  # a TMA descriptor
 MOVING = "moving"
 MAP_BYTES = 128
 NUMBERS |= {POINTER: "Q", MAP: f"{MAP_BYTES}s"}
-# CUlaunchConfig: grid, block, shared memory; the stream; no attributes
+# CUlaunchConfig: grid, block, shared memory; the stream; where attributes are, and how many
 CONFIG = struct.Struct("=7I4xQQI4x")
 STREAM = 32  # its place
+# CUlaunchAttribute: that the kernel may begin before the one in front of it has ended
+EARLY = struct.pack("=I4xI60x", 6, 1)
 
 
 @functools.lru_cache(maxsize=1)
@@ -68,18 +70,22 @@ class Packed:
         moving: Sequence[str],
         parameters: Sequence[tuple[str, Any]],
         otherwise: Callable[..., None],
+        is_early: bool,
     ) -> None:
         """`moving` are the types of what moves; a parameter is a type and its number, or MOVING
-        and which one of those it is.
+        and which one of those it is. `is_early`: it is launched with EARLY.
         """
         self.launch, self.function, self.otherwise = launch, function, otherwise
         values = "".join(NUMBERS[x] for x in moving)
-        self.pack = struct.Struct(f"=QQQ{values}").pack_into
+        self.pack = struct.Struct(f"=QQI4x{values}").pack_into
         sizes = [struct.calcsize(NUMBERS[x]) for x in moving]
         fixed = CONFIG.size + sum(sizes)
         pointers = fixed + 8 * len(parameters)
-        self.memory = ctypes.create_string_buffer(pointers + 8 * len(parameters))
+        end = pointers + 8 * len(parameters)
+        self.memory = ctypes.create_string_buffer(end + len(EARLY))
+        self.memory[end:] = EARLY
         start = ctypes.addressof(self.memory)
+        self.attributes, self.attribute_count = (start + end, 1) if is_early else (0, 0)
         self.config, self.pointers = start, start + pointers
         CONFIG.pack_into(self.memory, 0, *config, 0, 0, 0)
         for n, (kind, value) in enumerate(parameters):
@@ -94,7 +100,8 @@ class Packed:
     def __call__(self, stream: int, values: Sequence[Any]) -> None:
         if self.lock.acquire(False):  # else another thread is here, or a signal's handler
             try:
-                self.pack(self.memory, STREAM, stream, 0, 0, *values)
+                attributes = self.attributes, self.attribute_count
+                self.pack(self.memory, STREAM, stream, *attributes, *values)
                 failed = self.launch(self.config, self.function, self.pointers, None)
             finally:
                 self.lock.release()
@@ -114,7 +121,7 @@ def packed(
     if libcuda is None or type(metadata) is not tuple or len(metadata) != 3:
         return None
     run, (warps, blocks, shared) = compiled.run, metadata
-    if blocks != 1 or run.launch_cooperative_grid or run.launch_pdl or not programs:
+    if blocks != 1 or run.launch_cooperative_grid or not programs:
         return None
     if run.global_scratch_size or run.profile_scratch_size:  # memory of Triton's for each launch
         return None
@@ -139,7 +146,8 @@ def packed(
     parameters += [(POINTER, 0)] * len(scratch)
     config = programs, 1, 1, 32 * warps, 1, 1, shared
     launch = libcuda.cuLaunchKernelEx
-    return Packed(launch, compiled.function, config, moving, parameters, otherwise)
+    is_early = bool(run.launch_pdl)
+    return Packed(launch, compiled.function, config, moving, parameters, otherwise, is_early)
 
 
 def sized(kind: str, value: Any, moving: Sequence[str]) -> int:
