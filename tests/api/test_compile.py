@@ -411,3 +411,27 @@ def test_inductor_calls_operators_of_a_cache(name):
         with torch.no_grad():
             results.append((function(*copies), copies))
     torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("name", sample(("decode", "rotary"), "rotary"))
+def test_a_cached_call_is_one_node(name):
+    """flash-attn's function, which guards what the caller passed, and writes what it shall."""
+    call, guarded, nodes = cached_calls()[name], [], []
+
+    def seen(graph, inputs):
+        nodes.extend(x for x in graph.graph.nodes if "kvcache_node" in str(x.target))
+        return graph
+
+    def keep(guards):
+        guarded.extend(guards)
+        return [True] * len(guards)
+
+    again = torch.compile(call, fullgraph=True, backend=seen, options={"guard_filter_fn": keep})
+    tensors = [torch.randn(2, n, 4, 32) for n in (1, 64, 64)]
+    copies = [x.clone() for x in tensors]
+    with torch.no_grad():
+        torch.testing.assert_close((again(*copies), copies), (call(*tensors), tensors))
+        assert len(nodes) == 1 and len(guarded) < 80
+        with tilewise.batch_invariant():  # which a node would not guard
+            torch.testing.assert_close(again(*copies), call(*tensors))
+    assert len(nodes) == 1

@@ -222,7 +222,7 @@ def attention(
                 named |= dict(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, scale=scale)
                 named |= dict(softcap=softcap, sinks=sinks, causal=causal, window=window)
                 named |= dict(deterministic=deterministic, layout=layout, return_lse=return_lse)
-                return paths.traced("attention", q, k=k, v=v, backend=backend, **named)
+                return paths.traced("attention", (q, k, v), backend=backend, **named)
         plain = "attention", causal, scale, softcap, split_size, deterministic, layout, return_lse
         plain = *plain, backend, invariance.is_on
         if max_seqlen_q is not None or max_seqlen_k is not None:

@@ -25,7 +25,7 @@ def has_node(function: Function) -> Function:
     """Decorates a function that calls `traced`, and gives its module the node."""
     name = f"{function.__name__}_node"
 
-    def node(q: Any, k: Any, v: Any, **options: Any) -> Any:
+    def node(q: Any, k: Any, v: Any, /, **options: Any) -> Any:
         if type(q) in PLAIN_TENSORS:  # not traced: Dynamo left the call, and would come back
             eager: Any = torch.compiler.disable(function)
             return eager(q, k, v, **options)

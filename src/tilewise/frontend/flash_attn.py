@@ -138,7 +138,7 @@ def flash_attn_func(
             named |= dict(window_size=window_size, softcap=softcap, learnable_sink=learnable_sink)
             named |= dict(deterministic=deterministic, return_attn_probs=return_attn_probs)
             named |= dict(return_lse=return_lse, num_splits=num_splits, pack_gqa=pack_gqa)
-            return paths.traced("flash_attn_func", q, k=k, v=v, **named)
+            return paths.traced("flash_attn_func", inputs, **named)
         plain = "flash_attn", softmax_scale, *flags
         entry, _ = find((*inputs, *optional), plain=plain, window=window_size)
         if entry is not None and entry.call is not None:
@@ -249,7 +249,7 @@ def flash_attn_varlen_func(
             named |= dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
             named |= dict(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
             named |= dict(seqused_q=seqused_q, seqused_k=seqused_k)
-            return paths.traced("flash_attn_varlen_func", q, k=k, v=v, **named)
+            return paths.traced("flash_attn_varlen_func", inputs, **named)
         plain = "flash_attn_varlen", softmax_scale, *bounds, *flags
         entry, _ = find((*inputs, *optional), plain=plain, window=window_size, checks_values=True)
         if entry is not None and entry.call is not None:

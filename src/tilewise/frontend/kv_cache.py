@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Never
 
 import torch
@@ -16,10 +17,11 @@ from ..mods.masks import Predicate, chunked
 from ..ops import append as append_ops
 from ..ops.calls import Entry, find
 from ..tile.paging import batch_of
-from . import invariance, values
+from . import invariance, paths, values
 from .cached import attend_cached, check_cached, launch_step
 from .checks import check_kind, check_tensor, with_contiguous_rows
 from .chunks import check_chunk, within_chunk
+from .compiled import fits_node, has_node
 from .new_keys import (
     append_apart,
     append_new,
@@ -33,6 +35,7 @@ Tensor = torch.Tensor
 
 
 @refuses_others("tilewise.flash_attn_with_kvcache")
+@has_node
 def flash_attn_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
@@ -132,6 +135,19 @@ def flash_attn_with_kvcache(
     descales = k_descale, v_descale
     has_kernels = not (has_new and isinstance(k_cache, Tensor) and k_cache.is_cpu)
     has_kernels = has_kernels or append_ops.interpreter_is_on()
+    if torch.compiler.is_dynamo_compiling() and has_one_table and not invariance.is_on:
+        caches = q, k_cache, v_cache
+        if fits_node(caches, window_size) and qv is q_descale is k_descale is v_descale is out:
+            named: Any = dict(k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin)
+            named |= dict(cache_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx)
+            named |= dict(cache_leftpad=cache_leftpad, block_table=place, causal=causal)
+            named |= dict(softmax_scale=softmax_scale, window_size=window_size, softcap=softcap)
+            named |= dict(rotary_interleaved=rotary_interleaved, alibi_slopes=alibi_slopes)
+            named |= dict(return_softmax_lse=return_softmax_lse, cu_seqlens_q=cu_seqlens_q)
+            named |= dict(cu_seqlens_k_new=cu_seqlens_k_new, rotary_seqlens=rotary_seqlens)
+            named |= dict(max_seqlen_q=max_seqlen_q, learnable_sink=learnable_sink)
+            named |= dict(attention_chunk=attention_chunk)
+            return paths.traced("flash_attn_with_kvcache", caches, **named)
     if has_one_table and isinstance(cache_seqlens, Tensor) and cache_seqlens.ndim == 1:
         tensors = q, k_cache, v_cache, place, cache_seqlens, cu_seqlens_q
         tensors = *tensors, alibi_slopes, learnable_sink, *descales, out
@@ -151,14 +167,7 @@ def flash_attn_with_kvcache(
             results = launch_step(entry.call, tensors, addresses, **options)
             if results is not None:
                 return results if return_softmax_lse else results[0]
-    for name, x in (("qv", qv), ("q_descale", q_descale)):
-        if x is not None:
-            raise NotImplementedError(f"{name}: MLA and 8-bit q are not supported, so pass None")
-    for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
-        check_tensor(name, x)
-    for name, x in zip(("k_descale", "v_descale"), descales):
-        if x is not None:
-            check_tensor(name, x)
+    _check_kinds((qv, q_descale), (q, k_cache, v_cache), descales)
     rows = with_contiguous_rows((("q", q), ("k", k), ("v", v)))
     if not (rows[0] is q and rows[1] is k and rows[2] is v):
         entry = None  # what is launched is another
@@ -234,6 +243,18 @@ def flash_attn_with_kvcache(
     if entry is not None and keep is not None and inner is not None and inner.call is not None:
         entry.call = keep(inner.call)
     return (result, lse) if check_flag("return_softmax_lse", return_softmax_lse) else result
+
+
+def _check_kinds(unserved: Sequence[Any], inputs: Sequence[Any], descales: Sequence[Any]) -> None:
+    """Refuses qv and q_descale, and q, caches and scales that are no tensors."""
+    for name, x in zip(("qv", "q_descale"), unserved):
+        if x is not None:
+            raise NotImplementedError(f"{name}: MLA and 8-bit q are not supported, so pass None")
+    for name, x in zip(("q", "k_cache", "v_cache"), inputs):
+        check_tensor(name, x)
+    for name, x in zip(("k_descale", "v_descale"), descales):
+        if x is not None:
+            check_tensor(name, x)
 
 
 def _lengths(

@@ -57,8 +57,8 @@ modifiers_of: Callable[[Any, Any, BlockMask | None, tuple[int, int, int, int]], 
 check_block_mask: Callable[[Any, tuple[int, int, int, int], bool, bool], BlockMask | None]
 
 
-def traced(name: str, q: Any, k: Any, v: Any, **options: Any) -> Any:
+def traced(name: str, inputs: tuple[Any, Any, Any], /, **options: Any) -> Any:
     """Calls a node in what Dynamo traces, once it was told of nodes: torch 2.11 asks only once."""
     from .in_graph import nodes
 
-    return nodes[name](q, k, v, **options)
+    return nodes[name](inputs[0], inputs[1], inputs[2], **options)

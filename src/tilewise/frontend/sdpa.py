@@ -93,7 +93,7 @@ def scaled_dot_product_attention(
     if torch.compiler.is_dynamo_compiling() and attn_mask is None and dropout_p == 0:
         if fits_node((query, key, value)) and not shards.contexts:
             named: Any = dict(is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
-            return paths.traced("scaled_dot_product_attention", query, k=key, v=value, **named)
+            return paths.traced("scaled_dot_product_attention", (query, key, value), **named)
     return with_lse(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)[0]
 
 
