@@ -19,6 +19,7 @@ from tilewise.distributed.methods import heads, one_launch, stream
 from tilewise.distributed.transport.arena import arena_of
 from tilewise.distributed.transport.exchange import publish_rows
 from tilewise.distributed.transport.halves import Arena
+from tilewise.distributed.transport.links import Links
 from tilewise.errors import ArgumentError
 
 pytestmark = [
@@ -111,6 +112,53 @@ def on_nodes(rank, names):
 
 def test_the_bits_of_one_gpu_on_several_nodes():
     run(on_nodes, ["causal", "window", "sinks", "documents"])
+
+
+def lost_between_nodes(rank, victim):
+    """A rank dies as NCCL moves keys. The next call names it, torch's watchdog ends no process, and
+    what the stream goes on to compute is NaN.
+    """
+    mesh = init_device_mesh("cuda", (RANKS, 1), mesh_dim_names=("node", "rank"))
+    layout = td.contiguous(1024 * RANKS, mesh)
+    q = torch.randn(1, 1024, 2 * RANKS, 64, device="cuda", dtype=torch.bfloat16)
+    for _ in range(2):
+        assert td.attention(q, q, q, layout=layout, method="stream").isfinite().all()
+    dist.barrier()
+    if rank == victim:
+        Links.begin = lambda *x: os.kill(os.getpid(), signal.SIGKILL)
+    out = td.attention(q, q, q, layout=layout, method="stream")
+    with pytest.raises(td.RankLost, match=rf"rank {victim} \(node {victim}\) of {RANKS} did not"):
+        td.attention(q, q, q, layout=layout, method="stream")
+    torch.cuda.synchronize()
+    assert out.isnan().all()
+
+
+def test_a_rank_that_is_killed_as_keys_move_between_nodes():
+    run(lost_between_nodes, RANKS - 1, killed=(RANKS - 1,), timeout=5 * SHORT)
+
+
+def raised_between_nodes(rank):
+    """A rank raises as the others wait for its keys: all go on, with another communicator."""
+    mesh = init_device_mesh("cuda", (RANKS, 1), mesh_dim_names=("node", "rank"))
+    layout = td.contiguous(1024 * RANKS, mesh)
+    q = torch.randn(1, 1024, 2 * RANKS, 64, device="cuda", dtype=torch.bfloat16)
+    first = td.attention(q, q, q, layout=layout, method="stream")
+    begin = Links.begin
+    if rank == 1:
+        Links.begin = None
+    with pytest.raises(
+        TypeError if rank == 1 else td.RankMismatch, match="is not|raised TypeError"
+    ):
+        for _ in range(2):
+            out = td.attention(q, q, q, layout=layout, method="stream")
+    Links.begin = begin
+    again = td.attention(q, q, q, layout=layout, method="stream")
+    assert torch.equal(again, first)
+    assert rank == 1 or out.isnan().all()
+
+
+def test_a_rank_that_raises_as_keys_move_between_nodes():
+    run(raised_between_nodes, timeout=20 * SHORT)
 
 
 def addresses(rank):

@@ -41,6 +41,9 @@ def _peers() -> tuple[str, ...]:
     show_default=True,
 )
 @click.option(
+    "--cache", type=IntList(), help="Decode over a cache of so many keys on all ranks instead."
+)
+@click.option(
     "--against",
     type=NameList(_peers),
     default="ring-flash-attn,torch-cp",
@@ -48,7 +51,7 @@ def _peers() -> tuple[str, ...]:
 )
 @run_options
 def distributed(
-    ranks, causal, window, documents, passes, methods, against, device, as_json, **asked
+    ranks, causal, window, documents, passes, methods, cache, against, device, as_json, **asked
 ) -> None:
     """Time attention for one sequence that is sharded across several processes.
 
@@ -59,6 +62,9 @@ def distributed(
 
     The method "nodes" is stream with each rank as a node of its own, between which keys travel by
     NCCL or gloo; its ideal is no shorter than such a transfer takes alone.
+
+    --cache decodes one query over a KV cache on all ranks (`CacheShards`), beside the whole cache
+    on each: on GPUs in CUDA graphs.
 
     --documents splits the sequence into packed documents with Zipf lengths: proportional to
     1 / rank, in the same order in every run.
@@ -72,6 +78,7 @@ def distributed(
 
     from ..ranks import run_ranks, size_under_torchrun
     from ..sharded import Sharded
+    from ..sharded_cache import ShardedCache, run_caches
     from ..sharded_run import Timing, run_cases
 
     on_gpu = device.startswith("cuda")
@@ -100,7 +107,11 @@ def distributed(
         raise click.UsageError(f"--documents {documents}: {error}") from error
     sides = (*(f"tilewise:{name}" for name in methods), *against)
     how = Timing(sides, "cuda" if on_gpu else "cpu", command=command(), **asked)
-    show = show_with(as_json)
-    done = run_ranks(run_cases, ranks, how.device, cases, how, tell=show) or []
+    show, run = show_with(as_json), run_cases
+    if cache:
+        heads = sizes["heads"]
+        cases = [ShardedCache(ranks, keys, *x, dtype=dtype) for x in heads for keys in cache]
+        run = run_caches
+    done = run_ranks(run, ranks, how.device, cases, how, tell=show) or []
     outcomes = [outcome for each in done for outcome in each]
     conclude(outcomes, (), as_json, [name for name in sides if name.startswith("tilewise")])

@@ -68,6 +68,18 @@ def test_rows_of_two_processes(tmp_path):
     assert "torch-cp         not here: cuDNN is on GPUs" in done.stderr
 
 
+@pytest.mark.slow
+def test_rows_of_a_cache(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    done = invoke("--cache", "4096", "--rounds", "2", "--round-ms", "1", "--save", str(path))
+    assert done.exit_code == 0, done.output
+    one, shards = load(path)
+    assert (one.provider, shards.provider) == ("one process", "tilewise:cache-shards")
+    assert shards.shape["keys"] == 4096 and shards.shape["direction"] == "decode"
+    assert 0 < shards.extra["of_one"] and shards.max_error <= shards.bound
+    assert "of one process" in done.output
+
+
 def test_a_backward_alone_is_refused():
     done = invoke("--pass", "bwd")
     assert done.exit_code == 2 and "a backward alone" in done.output

@@ -99,7 +99,8 @@ class Links:
         """Waits on the host for the last exchange, which others may have left; whether it ended."""
         if not self.own or self.last is None:
             return True
-        wait = 0.0 if self.host.lost is not None else self.host.timeout.total_seconds()
+        wait = self.host.timeout.total_seconds() / 4  # meanwhile others wait for this rank
+        wait = 0.0 if self.host.lost is not None else wait
         until = time.monotonic() + wait
         while not (is_there := self.last.is_completed()) and time.monotonic() < until:
             time.sleep(POLL)
