@@ -153,7 +153,7 @@ def arena_without_gpu(monkeypatch, nodes=False):
     arena.write = lambda *given: counts.update(["write"])
     arena.dma = lambda *given: counts.update(["copy"])
     if nodes:
-        arena.has_mates = False
+        barrier.members = [0]
         arena.links = Links(Host(), Nodes(((0,), (1,)), 0), group=Nccl(), device=CPU)
         arena.nodes, arena.counts_pieces, arena.links.own = arena.links.nodes, False, True
         monkeypatch.setattr(arena.links, "open", lambda: None)

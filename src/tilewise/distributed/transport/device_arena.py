@@ -56,7 +56,6 @@ class DeviceArena(Arena):
         self.words, self.limit = barrier.signals.words, barrier.nanoseconds
         self.arrived = self.words.data_ptr() + self.words.itemsize * ARRIVED
         self.part_sums = PartSums()
-        self.has_mates = len(barrier.members) > 1  # on its node
         self.pieces = 0  # that the copies of the call have brought
         self.write: Any = None
         self.dma: Any = None  # the driver's copies, without torch's own work for each
@@ -93,14 +92,18 @@ class DeviceArena(Arena):
     def meet(self, signature: str) -> None:
         if self.links is not None:  # the device's barrier is of the node
             self.host.wait(signature)
-            if not self.has_mates:
+            if not self.has_mates():
                 return
             if self.has_streams:
                 self.last.wait_stream(self.side)  # which has met the node, too
         super().meet(signature)
 
+    def has_mates(self) -> bool:
+        """Whether other ranks are on this one's node."""
+        return len(self.barrier.members) > 1
+
     def meet_node(self) -> None:
-        if self.has_mates:
+        if self.has_mates():
             self.barrier.again()
 
     def copy(self, table: Table, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
