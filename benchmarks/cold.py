@@ -3,7 +3,8 @@ cache and with a warm one.
 
 Each round is a process of its own. The clock starts when torch is imported, the device and autograd
 are awake and the inputs are there, and stops when the results are: importing tilewise and Triton is
-in it. On a CPU nothing is compiled, so there is no cache to fill.
+in it. On a CPU nothing is compiled, so there is no cache to fill. The processes import the tilewise
+of the folder that TILEWISE_SOURCE names, if it does: an older one, for rows of before and after.
 """
 
 from __future__ import annotations
@@ -31,32 +32,44 @@ from .bench.shapes import square
 from .options import output_options, print_rows, progress
 from .pictures import bars
 
-PASSES = ("fwd", "bwd")
+PASSES = {"train": ("fwd", "bwd"), "decode": ("decode",)}
 CHILD = """
 import json, sys, time, torch
-device, dtype, *shape = json.loads(sys.argv[1])
+call, device, dtype, *shape = json.loads(sys.argv[1])
 q, k, v = (
     torch.randn(shape, device=device, dtype=getattr(torch, dtype), requires_grad=True)
     for _ in range(3)
 )
 wait = torch.cuda.synchronize if device.startswith("cuda") else lambda: None
+used = torch.full((shape[0],), shape[1], dtype=torch.int32, device=device)
 x = torch.ones(8, device=device, requires_grad=True) + 1
 torch.autograd.grad(x, x, x)  # torch imports sympy the first time that it gets a gradient
 wait()
 times = [time.perf_counter()]
 import tilewise
-out = tilewise.attention(q, k, v, causal=True)
-wait()
-times.append(time.perf_counter())
-torch.autograd.grad(out, (q, k, v), out)
-wait()
-times.append(time.perf_counter())
+if call == "decode":
+    with torch.no_grad():
+        tilewise.flash_attn_with_kvcache(q[:, :1], k, v, cache_seqlens=used, causal=True)
+    wait()
+    times.append(time.perf_counter())
+else:
+    out = tilewise.attention(q, k, v, causal=True)
+    wait()
+    times.append(time.perf_counter())
+    torch.autograd.grad(out, (q, k, v), out)
+    wait()
+    times.append(time.perf_counter())
 print(json.dumps([(b - a) * 1e3 for a, b in zip(times, times[1:])]))
 """
 
 
 class ChildFailed(RuntimeError):
     """A process ended without its times; the text is the end of what it said."""
+
+
+def passes_of(shape: Shape) -> tuple[str, ...]:
+    """What is timed of a shape."""
+    return PASSES["decode" if shape.seqlen_q == 1 else "train"]
 
 
 def shape_for(device: str) -> Shape:
@@ -67,13 +80,14 @@ def shape_for(device: str) -> Shape:
 
 
 def first_calls(shape: Shape, device: str, cache: str | None) -> list[float]:
-    """Milliseconds of the first forward and the first backward of a new process."""
-    here = str(Path(tilewise.__file__).resolve().parents[1])
+    """Milliseconds of each of `passes_of`, the first of a new process."""
+    here = os.environ.get("TILEWISE_SOURCE") or str(Path(tilewise.__file__).resolve().parents[1])
     path = os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "PYTHONPATH": path}
     environment |= {} if cache is None else {"TRITON_CACHE_DIR": cache}
-    sizes = shape.batch, shape.seqlen_q, shape.nheads, shape.headdim
-    asked = json.dumps([device, shape.dtype, *sizes])
+    sizes = shape.batch, shape.seqlen_k, shape.nheads, shape.headdim
+    call = "decode" if shape.seqlen_q == 1 else "train"
+    asked = json.dumps([call, device, shape.dtype, *sizes])
     command = [sys.executable, "-c", CHILD, asked]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -96,6 +110,7 @@ def run_cold(
     *,
     device: str = "cpu",
     rounds: int = 3,
+    call: str = "train",
     save: str | Path | None = None,
     show: Callable[[str], None] = print,
 ) -> list[Row] | Outcome:
@@ -104,9 +119,12 @@ def run_cold(
     tried = Stage(shape, device).ready(provider("tilewise"))
     if isinstance(tried, Outcome):
         return tried
+    if call == "decode":
+        shape = shape._replace(seqlen_q=1)
+    passes = passes_of(shape)
     times: dict[str, list[list[float]]] = {}
     for cache, found in rounds_of(shape, device, rounds):
-        show(f"{cache} cache: " + ", ".join(f"{d} {ms:.0f} ms" for d, ms in zip(PASSES, found)))
+        show(f"{cache} cache: " + ", ".join(f"{d} {ms:.0f} ms" for d, ms in zip(passes, found)))
         times.setdefault(cache, []).append(found)
     rows = [
         Row.of(
@@ -114,7 +132,7 @@ def run_cold(
             extra={"cache": cache},
         )
         for cache, each in times.items()
-        for direction, own in zip(PASSES, zip(*each))
+        for direction, own in zip(passes, zip(*each))
     ]
     if save is not None:
         append(save, rows)
@@ -123,9 +141,10 @@ def run_cold(
 
 @click.command()
 @click.option("--rounds", type=click.IntRange(1), default=3, show_default=True)
+@click.option("--call", type=click.Choice(list(PASSES)), default="train", show_default=True)
 @output_options
-def cold(rounds, device, save, as_json, png) -> None:
-    """How long the first forward and the first backward of a process take.
+def cold(rounds, call, device, save, as_json, png) -> None:
+    """How long the first forward and the first backward of a process take, or its first decode.
 
     Each round starts a process with an empty kernel cache and one that finds it filled; on a CPU,
     where nothing is compiled, one process. Importing tilewise and Triton is in the first forward;
@@ -133,7 +152,8 @@ def cold(rounds, device, save, as_json, png) -> None:
     """
     screen = console(as_json)
     try:
-        found = run_cold(device=device, rounds=rounds, save=save, show=progress(screen))
+        options = dict(device=device, rounds=rounds, call=call, save=save)
+        found = run_cold(**options, show=progress(screen))
     except ChildFailed as error:
         raise click.ClickException(str(error)) from error
     if isinstance(found, Outcome):
@@ -159,6 +179,6 @@ def draw(path: str, rows: list) -> None:
     caches = list(dict.fromkeys(row.extra["cache"] for row in rows))
     series = {
         f"first {direction}": [seconds(r)[0] for r in rows if r.shape["direction"] == direction]
-        for direction in ("fwd", "bwd")
+        for direction in dict.fromkeys(row.shape["direction"] for row in rows)
     }
     bars(path, Axes("First call of a process", "kernel cache", "seconds"), caches, series)

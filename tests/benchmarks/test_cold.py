@@ -43,6 +43,20 @@ def test_rows(small, monkeypatch, tmp_path):
     assert rows[0].max_error <= rows[0].bound
 
 
+def test_rows_of_decoding(small, monkeypatch):
+    seen = []
+    monkeypatch.setattr(cold, "first_calls", lambda shape, *asked: seen.append(shape) or [5.0])
+    (row,) = run_cold(rounds=1, call="decode", show=lambda line: None)
+    assert row.shape["direction"] == "decode" and row.median_ms == 5.0
+    assert (seen[0].seqlen_q, seen[0].seqlen_k) == (1, 64)
+
+
+@pytest.mark.slow
+def test_a_process_that_decodes(small):
+    (row,) = run_cold(rounds=1, call="decode", show=lambda line: None)
+    assert row.median_ms > 0
+
+
 def test_rows_hold_the_command_that_takes_them_again(small, monkeypatch, tmp_path):
     monkeypatch.setattr(cold, "first_calls", lambda *asked: [3.0, 2.0])
     file = tmp_path / "rows.jsonl"
