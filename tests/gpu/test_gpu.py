@@ -8,7 +8,12 @@ import warnings
 import pytest
 import torch
 
-from tilewise import PerformanceWarning, attention, attention_reference
+from tilewise import (
+    PerformanceWarning,
+    attention,
+    attention_reference,
+    flash_attn_with_kvcache,
+)
 from tilewise.testing.cases import Case, Features, Sizes
 from tilewise.testing.run import run_case
 from tilewise.testing.tolerance import assert_within
@@ -259,6 +264,31 @@ def test_compile(dynamic):
         for function in (compiled, attend):
             out = function(q, k, v)
             results.append((out.detach(), *torch.autograd.grad(out, (q, k, v), dout)))
+        assert_equal(*results)
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+@pytest.mark.parametrize("has_new", [False, True], ids=["decode", "append"])
+def test_a_compiled_cache(has_new, mode):
+    """Bits of eager code, in a graph of torch's, too, which a call that writes may not be in."""
+    torch._dynamo.reset()
+    used = torch.tensor([700, 33], device="cuda", dtype=torch.int32)
+
+    def step(q, k, v, k_new, v_new):
+        new = dict(k=k_new, v=v_new) if has_new else {}
+        return flash_attn_with_kvcache(q, k, v, cache_seqlens=used, causal=True, **new)
+
+    compiled = torch.compile(step, fullgraph=True, mode=mode)
+    for seed in range(4):
+        q, k, v, _ = tensors(seqlen=800, seed=seed)
+        inputs = [x.detach() for x in (q[:, :1], k, v, k[:, :1], v[:, 1:2])]
+        results = []
+        with torch.no_grad():
+            for function in (compiled, step):
+                copies = [x.clone() for x in inputs]
+                torch.compiler.cudagraph_mark_step_begin()
+                results.append([x.clone() for x in (function(*copies), *copies)])
         assert_equal(*results)
 
 

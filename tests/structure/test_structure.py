@@ -138,7 +138,7 @@ def test_triton_is_imported_where_kernels_are():
     """The rest imports without it."""
     where = (
         *("kernels/portable/", "kernels/hopper/", "kernels/common/relaunch", "kernels/common/io"),
-        "kernels/common/keys",
+        *("kernels/common/keys", "kernels/common/triton_key"),
         *("kernels/common/building", "kernels/common/bwd_", "kernels/common/program"),
         *("mods/codegen.py", "tile/", "testing/", "tuning/search.py", "explain/workload.py"),
     )

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from triton import knobs
 from triton.runtime import driver
-from triton.runtime.cache import triton_key
 from triton.runtime.jit import JITFunction
 
 from ...tile.mask import apply_mask
+from . import triton_key
 
 INTERPRETED = (
     "TRITON_INTERPRET=1 was set when Triton was imported, so every kernel of this process runs "
@@ -36,13 +36,13 @@ def is_interpreted() -> bool:
 
 
 def _prepare() -> None:
-    """What Triton does once before its first kernel: it hashes itself, 400 MB, and compiles its
-    driver's helper.
+    """What Triton does once before its first kernel: it hashes itself, unless that is remembered,
+    and compiles its driver's helper.
     """
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-4)  # else each MB waits 5 ms for Python's lock, twice
     try:
-        triton_key()
+        triton_key.remember()
         driver.active  # noqa: B018
     except Exception:
         pass  # the first kernel meets and names it
@@ -76,13 +76,13 @@ def first_launch(
 
 
 def side_by_side(compilations: Sequence[Callable[[], Any]], device: torch.device) -> None:
-    """Compiles several kernels at once: most of the time the compiler holds no lock of Python's.
-    What one of them raises, its launch raises again.
+    """Compiles several kernels at once, and their launchers, which a C compiler makes: most of the
+    time neither holds a lock of Python's. What one of them raises, its launch raises again.
     """
 
     def run(compilation: Callable[[], Any]) -> None:
         with contextlib.suppress(Exception), on_device(device):  # a thread begins with the first
-            compilation()
+            _ = compilation().run
 
     if _preparing.is_alive():
         _preparing.join()
