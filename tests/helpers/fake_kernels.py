@@ -10,6 +10,7 @@ from tilewise.kernels.common import program, workspace
 from tilewise.kernels.common.operand import Operand
 from tilewise.kernels.hopper.descriptors import DescriptorFields
 from tilewise.problem import Saved
+from tilewise.tile.types import Features
 
 
 class Kernel:
@@ -64,8 +65,9 @@ def sources_of(launched):
 
 
 def compiled_for(args):
-    """What Triton would compile for."""
-    return [jit.native_specialize_impl(CUDABackend, x, False, True, True) for x in args[:-2]]
+    """What Triton would compile for; constants, which begin with the features, are not."""
+    stop = next((n for n, x in enumerate(args) if isinstance(x, Features)), -2)
+    return [jit.native_specialize_impl(CUDABackend, x, False, True, True) for x in args[:stop]]
 
 
 def has_rest(problem):

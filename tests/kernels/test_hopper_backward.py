@@ -8,7 +8,8 @@ import torch
 from helpers.tiers import every, sample, sample_rows
 
 import tilewise
-from tilewise.kernels.hopper.bwd import plan
+from tilewise.kernels.common import program
+from tilewise.kernels.hopper.bwd import kernels, plan, queue
 from tilewise.problem import Extras, Scalars, describe
 from tilewise.testing import use_emulator
 from tilewise.testing.cases import Case, Features, Sizes
@@ -50,6 +51,49 @@ def test_any_order_of_events(name, seed):
     records = run_case(VARIANTS[name], "hopper", "cpu", BF16, seed)
     failures = [str(record) for record in records if not record.verdict.ok]
     assert not failures, "\n".join(failures)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("name", ["groups", "unseen-keys", "three-quarters", "wide"])
+def test_tiles_are_counted(name, seed, monkeypatch):
+    """In any order of events the head of each key has its tiles when dQ is converted."""
+    counts, start = [], program.Launch.start
+
+    def started(launch, values, device):
+        if launch.kernel is kernels.hopper_bwd_dq_kernel:
+            assert launch.options["launch_pdl"] and launch.constants["IS_EARLY"]
+            counts.append((values["dq_semaphore"].flatten(), launch.constants["TILE"].BLOCK_N))
+        return start(launch, values, device)
+
+    monkeypatch.setattr(program.Launch, "start", started)
+    case = VARIANTS[name]
+    run_case(case, "hopper", "cpu", BF16, seed)
+    sizes = case.sizes
+    assert counts
+    for found, block_n in counts:
+        heads = sizes.batch * sizes.nheads
+        expected = torch.zeros(heads, dtype=torch.int32)
+        expected[:: sizes.nheads // sizes.nheads_k] = -(-sizes.seqlen_k // block_n)
+        assert found[:heads].tolist() == expected.tolist()
+
+
+def test_programs_leave_sms_to_the_conversion_of_dq(monkeypatch):
+    """More where queries see few keys, and none where programs have few tiles."""
+    monkeypatch.setattr(queue, "num_sms", lambda device: 132)
+    monkeypatch.setattr(queue, "programs_of", lambda tiles, device: min(tiles, 132))
+    keys = 256, 512, 1024, 2048, 4096, 8192
+    programs = [queue.programs_beside_dq(2048, x, torch.device("cuda")) for x in keys]
+    assert programs == [119, 124, 128, 130, 131, 132]
+    assert queue.programs_beside_dq(1000, 256, torch.device("cuda")) == 132
+
+
+@pytest.mark.parametrize(("deterministic", "mixed"), [(False, 4), (True, 1)])
+def test_query_heads_that_share_keys_count_once(deterministic, mixed):
+    """As a tile visits one after the other. Ordered additions count them all."""
+    q, k = torch.empty(4, 4096, 16, 128, dtype=BF16), torch.empty(4, 4096, 4, 128, dtype=BF16)
+    scalars = Scalars(scale=0.1, right=0)
+    problem = describe(q, k, k, Extras(), scalars, "bottom_right", deterministic)
+    assert queue.heads_per_l2_group(problem, q) == mixed
 
 
 def gradients(q, k, v, dout=None, **options):

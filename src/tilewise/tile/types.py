@@ -227,9 +227,7 @@ class SplitPipeline(NamedTuple):
 
 
 class KeyPipeline(NamedTuple):
-    """The tile shape and pipeline of the Hopper backward: a program holds a tile of keys and loops
-    over blocks of queries.
-    """
+    """The tile and pipeline of the Hopper backward: a program holds keys and loops over queries."""
 
     BLOCK_M: int
     BLOCK_N: int
@@ -241,6 +239,7 @@ class KeyPipeline(NamedTuple):
     HAS_METADATA: bool = False  # per-block metadata: indices and random state
     BIAS_COPIED: bool = False  # whether TMA loads the bias
     BIAS_GRAD: bool = False  # whether TMA stores dS, which is the gradient of the bias
+    COUNTED: bool = False  # whether tiles are counted, so that dQ is converted beside them
 
 
 class Lengths(NamedTuple):

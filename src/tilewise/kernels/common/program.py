@@ -73,6 +73,8 @@ class Launch(NamedTuple):
 def without_assembly(constants: dict[str, Any]) -> dict[str, Any]:
     """Constants with which a kernel has no instruction of GPUs."""
     features = constants.get("FEATURES")
+    if "IS_EARLY" in constants:  # launches follow each other
+        constants = constants | dict(IS_EARLY=False)
     if not getattr(features, "FAST_TANH", False):
         return constants
     return constants | dict(FEATURES=features._replace(FAST_TANH=False))

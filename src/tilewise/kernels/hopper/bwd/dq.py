@@ -2,23 +2,35 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra import cuda
 
 from ....tile.schedule import find_query_tile
 from ....tile.seqlen import offsets_of, padded_row
 from ....tile.types import Strided
 from ...common.io import from_row, store_rows
+from .tile_counts import await_tiles
 
 
 @triton.jit
 def hopper_bwd_dq_kernel(
-    accumulated, dq, optionals, sizes, numbers, FEATURES: tl.constexpr, TILE: tl.constexpr
+    accumulated,
+    dq,
+    counts,
+    optionals,
+    sizes,
+    numbers,
+    FEATURES: tl.constexpr,
+    TILE: tl.constexpr,
+    IS_EARLY: tl.constexpr,
 ):
     ROWS: tl.constexpr = TILE.BLOCK_M
     GROUPS: tl.constexpr = 3 if TILE.BLOCK_D == 192 else 1  # of columns, as mma_192.py adds them
     BLOCK_D: tl.constexpr = TILE.BLOCK_D // GROUPS
     # The last heads first, of which most is still in the L2 cache (H100, sustained, 512 and 1Ki:
     # together with the same in `bwd_delta_kernel` 0.4 to 1.5 %)
-    tile, lane = tl.num_programs(0) - 1 - tl.program_id(0), tl.arange(0, 32)
+    tile, lane = tl.program_id(0), tl.arange(0, 32)
+    if counts is None:
+        tile = tl.num_programs(0) - 1 - tile
     m_block, head, batch = find_query_tile(tile, lane, sizes, optionals, FEATURES, ROWS)
     seqlen_q = sizes.seqlen_q
     block = batch.to(tl.int64) * sizes.nheads + head
@@ -32,6 +44,8 @@ def hopper_bwd_dq_kernel(
         batch = offsets.batch
     else:
         block *= tl.cdiv(seqlen_q, ROWS)
+        if IS_EARLY:
+            await_tiles(counts, batch, head, sizes, FEATURES.GROUP, TILE.BLOCK_N)
     tile = accumulated + (block + m_block) * (ROWS * TILE.BLOCK_D)
     cells = tl.arange(0, ROWS * BLOCK_D)
     if GROUPS > 1:  # a block of 64 rows has one group behind the other
@@ -46,6 +60,9 @@ def hopper_bwd_dq_kernel(
             columns, batch, head, x, m_block * ROWS, seqlen_q, ROWS,
             FEATURES.HEADDIM - group * BLOCK_D, BLOCK_D,
         )  # fmt: skip
+    if IS_EARLY:
+        if tl.program_id(0) == tl.num_programs(0) - 1:
+            cuda.gdc_wait()  # what follows this kernel follows the main kernel, too
 
 
 @triton.jit

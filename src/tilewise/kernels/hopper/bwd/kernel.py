@@ -14,6 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
+from ..dependents import start_dependents
 from ..layouts import column_groups, shared
 from ..pipeline import make_kv_ring
 from ..work import KernelCall
@@ -25,6 +26,7 @@ from .mma_wide import key_partition, value_partition
 from .ordered_add import make_add_barriers, signal_partition, wait_partition
 from .rings import Rings, Sources, make_queries, make_tile_messages
 from .score_buffers import make_score_buffers
+from .tile_counts import count_partition
 from .wide_score_buffers import make_wide_score_buffers
 
 
@@ -59,6 +61,8 @@ def hopper_bwd_kernel(
     FEATURES: gl.constexpr,
     TILE: gl.constexpr,
 ):
+    if TILE.COUNTED:
+        start_dependents()  # dQ's conversion, on SMs that are free
     dtype: gl.constexpr = q_desc.dtype
     N: gl.constexpr = TILE.BLOCK_N
     D: gl.constexpr = TILE.BLOCK_D
@@ -91,6 +95,17 @@ def hopper_bwd_kernel(
             ],
             [4, 1, 1, 1],
             [240, 24, 24, 24],
+        )
+    elif TILE.COUNTED:
+        gl.warp_specialize(
+            [
+                (matmul_partition, (0, rings, outputs, call, FEATURES, TILE)),
+                (matmul_partition, (1, rings, outputs, call, FEATURES, TILE)),
+                (load_partition, (inputs, rings, call, FEATURES, TILE)),
+                (count_partition, (rings, dq_semaphore, call, FEATURES, TILE)),
+            ],
+            [4, 1, 1],
+            [240, 24, 24],
         )
     else:
         gl.warp_specialize(

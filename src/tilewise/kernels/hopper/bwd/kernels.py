@@ -16,7 +16,7 @@ from ...common.bwd_delta import Accumulated, Scaled, bwd_delta_kernel
 from ...common.bwd_rest import attn_bwd_rest_kernel
 from ...common.program import checked
 from ...common.workspace import Workspace
-from ..assembly import ASM
+from .. import assembly, dependents
 from ..descriptors import of_backward, ragged_steps
 from ..launch import Launch, programs_of
 from ..padded import padded_width
@@ -25,14 +25,14 @@ from .bias_pairs import target_of
 from .dq import hopper_bwd_dq_kernel
 from .kernel import hopper_bwd_kernel
 from .plan import ROWS, padded_blocks, plan_for
-from .queue import queue_of
+from .queue import programs_beside_dq, queue_of
 
 
 class BackwardLaunch(Launch):
     """A launch of the kernel of all gradients but dQ."""
 
     __slots__ = ()
-    asm = ASM | dropout.ASM
+    asm = assembly.ASM | dropout.ASM | dependents.ASM
 
 
 class Kernels:
@@ -54,7 +54,8 @@ class Kernels:
         self.numbers = numbers_of(scalars, q, k)
         self.shared = dict(optionals=self.optionals, sizes=self.sizes, numbers=self.numbers)
         tile, m_blocks = self.plan.tile, padded_blocks(problem, self.sizes)
-        self.rows = Tile(ROWS, 16, tile.BLOCK_D, tile.BLOCK_DV, False)  # of the kernels around it
+        # Of the kernels around it
+        self.rows = Tile(ROWS, tile.BLOCK_N, tile.BLOCK_D, tile.BLOCK_DV, False)
         heads = tuple(lse.shape[:2])
         self.padded, self.tiles = m_blocks * ROWS, heads[0] * heads[1] * m_blocks
         self.dq = work.add("accumulated", (*heads, self.padded, tile.BLOCK_D))
@@ -63,7 +64,10 @@ class Kernels:
         self.dout: Any = saved.dout
         if problem.has_bias_grad and not tile.BIAS_GRAD:
             self.delta = work.add("delta", lse.shape)
-        if tile.ORDERED:
+        self.keys = self.sizes.seqlen_k // (2 if problem.is_causal else 1)  # of a query
+        if scalars.left >= 0:
+            self.keys = min(self.keys, scalars.left + 1)
+        if tile.ORDERED or tile.COUNTED:
             self.semaphore = work.add("dq_semaphore", (*heads, m_blocks, 2), torch.int32)
         if problem.has_natural_scores:
             self.lost = work.add("lost", lse.shape)
@@ -123,14 +127,20 @@ class Kernels:
         args |= dict(queue=queue) | self.shared
         constants = dict(FEATURES=plan.features, TILE=plan.tile)
         programs = programs_of(queue.tiles, saved.q.device)
+        if plan.tile.COUNTED:
+            programs = programs_beside_dq(queue.tiles, self.keys, saved.q.device)
         return checked(
             BackwardLaunch(hopper_bwd_kernel, programs, args, constants, dict(num_warps=4))
         )
 
     def after(self) -> list[Any]:
         """dQ, and the gradient of a bias, where it is not dS."""
-        args = dict(accumulated=self.dq, dq=strided(self.grads.dq)) | self.shared
-        launches = [self.over_rows(hopper_bwd_dq_kernel, args)]
+        is_counted = self.plan.tile.COUNTED
+        args = dict(accumulated=self.dq, dq=strided(self.grads.dq))
+        args |= dict(counts=self.semaphore if is_counted else None) | self.shared
+        launches = [self.over_rows(hopper_bwd_dq_kernel, args, IS_EARLY=is_counted)]
+        if is_counted:
+            launches[0].options["launch_pdl"] = True
         if self.grads.dbias is not None and not self.plan.tile.BIAS_GRAD:
             launches.append(self.bias())
         return launches
@@ -149,9 +159,9 @@ class Kernels:
         )
         return checked(program.Launch(attn_bwd_dbias_kernel, programs, args, constants, options))
 
-    def over_rows(self, kernel: Any, args: dict[str, Any]) -> program.Launch:
+    def over_rows(self, kernel: Any, args: dict[str, Any], **constants: Any) -> program.Launch:
         """A kernel before or after that of the gradients, over tiles of ROWS queries."""
         tile = self.rows
         options = dict(num_warps=16 if max(tile.BLOCK_D, tile.BLOCK_DV) > 128 else 8)
-        constants = dict(FEATURES=self.plan.features, TILE=tile)
+        constants = dict(FEATURES=self.plan.features, TILE=tile) | constants
         return checked(program.Launch(kernel, self.tiles, args, constants, options))

@@ -39,7 +39,7 @@ from .block_metadata import block_at, block_behind, needs_mask
 from .dropout import dropped_operand, marked, select, weight_of
 from .dropout_bits import draw_keep_bits
 from .epilogue import write_rows
-from .ordered_add import arrive_added, wait_to_add
+from .ordered_add import arrive_added, arrive_tile, wait_to_add
 from .query_blocks import block_after, block_index, count_blocks, first_block
 from .score_buffers import multiply_scores, share_scores, write_scores
 from .work_tile import receive_tile, tile_lengths
@@ -149,6 +149,7 @@ def grad_partition(
         dq = warpgroup_mma_wait(0, deps=[pending_dq])
         if is_seen:
             add_dq_in_order(dq, outputs, rings, work, block, step, WG, call, FEATURES, TILE)
+        arrive_tile(rings.add_barriers, tiles, TILE=TILE)
         release(keys, PipelineState(0, 0))
         rows = work.start + WG * 64
         if FEATURES.DROPOUT:

@@ -6,8 +6,7 @@
 
 Of a thread's 240 registers dK and dV take 160. The tiles of a whole block would take 80 more; dP, P
 and dS of one half take 32, and the S of the other 16. With 64 keys, as in `mma_wide`, there is room
-for whole blocks. But then twice as many sums of dQ leave the SM, and their way into the L2 cache is
-what bounds an H100.
+for whole blocks. But then twice as many sums of dQ enter the L2 cache, which is an H100's bound.
 
 The columns of Q, K, dK and dQ are three groups of 64. Each warpgroup computes the dQ of one group,
 and they alternate in computing that of the third.
@@ -32,7 +31,7 @@ from ..pipeline import PipelineState, advance, release, start, state_of, wait_fu
 from ..work import END
 from .epilogue import write_rows
 from .mma import add_dq, half_of, load_row, recompute
-from .ordered_add import arrive_added, wait_to_add
+from .ordered_add import arrive_added, arrive_tile, wait_to_add
 from .query_blocks import block_after, block_before, count_blocks, first_block
 from .work_tile import receive_tile
 
@@ -97,6 +96,7 @@ def grad_partition_192(
         visit = Visit(step, block, is_seen, False, ds_state, last_ds_state)
         dq = warpgroup_mma_wait(0, deps=[multiply_group(visit, WG, rings=rings, step=step)])
         add_groups(dq, visit, WG, work, rings, outputs, call, FEATURES, TILE)
+        arrive_tile(rings.add_barriers, tiles, TILE=TILE)
         release(keys, PipelineState(0, 0))
         rows = work.start + WG * 64
         for group in gl.static_range(GROUPS):

@@ -27,7 +27,7 @@ from .block_metadata import block_at, block_behind
 from .dropout import marked_gradient
 from .epilogue import store_keys, used_rows
 from .mma import add_dq, in_accumulator_order, in_register_order, load_row, only_stage, recompute
-from .ordered_add import arrive_added, wait_to_add
+from .ordered_add import arrive_added, arrive_tile, wait_to_add
 from .query_blocks import block_after, count_blocks, first_block
 from .work_tile import receive_tile
 
@@ -114,6 +114,7 @@ def value_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.const
                 dq = warpgroup_mma_wait(0, deps=[pending_dq])
                 add_dq(dq, outputs, work, before, part, 4, call, FEATURES, TILE)
             arrive_added(rings.add_barriers, step - 1, TILE=TILE)
+        arrive_tile(rings.add_barriers, tiles, TILE=TILE)
         if FEATURES.DROPOUT:
             dv *= call.numbers.dropout_factor
         dv = used_rows(dv, work, start=work.start, FEATURES=FEATURES).to(dtype)
@@ -198,6 +199,7 @@ def key_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.constex
                 wait_to_add(rings.add_barriers, step - 1, TILE=TILE)
             add_dq(dq, outputs, work, before, LAST_PART, 4, call, FEATURES, TILE)
             arrive_added(rings.add_barriers, step - 1, TILE=TILE)
+        arrive_tile(rings.add_barriers, tiles, TILE=TILE)
         if FEATURES.DROPOUT:
             dk *= call.numbers.dropout_factor
         dk = used_rows(dk * call.numbers.scale, work, start=work.start, FEATURES=FEATURES).to(dtype)

@@ -34,7 +34,7 @@ from .work_tile import receive_tile, tile_lengths
 
 
 class AddBarriers(NamedTuple):
-    """mbarriers of two blocks each."""
+    """mbarriers of two blocks each, or of four tiles, of which there is only the second."""
 
     may_add: gl.shared_memory_descriptor  # the semaphore has reached the tile's rank
     added: gl.shared_memory_descriptor  # both warpgroups have added
@@ -53,9 +53,11 @@ class AddOrder(NamedTuple):
 
 @gluon.jit
 def make_add_barriers(TILE: gl.constexpr):
-    """The barriers, where accumulation is ordered."""
+    """The barriers, where accumulation is ordered, or tiles are counted."""
     if TILE.ORDERED:
         return AddBarriers(make_barrier(2, 1), make_barrier(2, 2), make_barrier(2, 1))
+    elif TILE.COUNTED:
+        return AddBarriers(0, make_barrier(4, 2), signaled=0)
     else:
         return AddBarriers(0, 0, signaled=0)
 
@@ -72,6 +74,17 @@ def arrive_added(barriers, step, TILE: gl.constexpr):
     """Signals that a warpgroup has added its part of the block."""
     if TILE.ORDERED:
         mbarrier.arrive(barriers.added.index(step & 1), count=1)
+
+
+@gluon.jit
+def arrive_tile(barriers, tiles, TILE: gl.constexpr):
+    """Signals that a warpgroup has added all that a tile adds, where tiles are counted.
+
+    The barrier has four stages: warpgroups are up to two tiles ahead of the warp that counts, which
+    frees a message, for the tile after the next, as soon as it has read it.
+    """
+    if TILE.COUNTED:
+        mbarrier.arrive(barriers.added.index(tiles & 3), count=1)
 
 
 @gluon.jit
