@@ -88,6 +88,19 @@ def test_kernels_are_compiled_side_by_side():
     assert sorted(done) == expected
 
 
+def test_threads_take_quick_turns_only_meanwhile():
+    """Also where two threads are inside, of which the first ends first."""
+    before, intervals = sys.getswitchinterval(), []
+    first, second = building.quick_turns(), building.quick_turns()
+    for step in (first.__enter__, second.__enter__):
+        step()
+        intervals.append(sys.getswitchinterval())
+    assert max(intervals) < 1e-3 <= before
+    for inner in (first, second):
+        inner.__exit__(None, None, None)
+    assert sys.getswitchinterval() == before
+
+
 class Fails:
     """A kernel whose first launch raises."""
 

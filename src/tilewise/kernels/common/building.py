@@ -7,7 +7,7 @@ import functools
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -24,6 +24,7 @@ INTERPRETED = (
     "on CPU tensors alone: start the process without it; tilewise.testing.use_interpreter() "
     "needs no variable"
 )
+TURN = 1e-4  # seconds
 NO_COMPILER = (
     "Triton needs ptxas, and a C compiler for its launchers: install gcc or clang and Python's "
     "headers, or set CC"
@@ -35,19 +36,28 @@ def is_interpreted() -> bool:
     return not isinstance(apply_mask, JITFunction)
 
 
+@contextlib.contextmanager
+def quick_turns() -> Iterator[None]:
+    """Inside, threads alternate every 0.1 ms: one that wants Python's lock waits 5 ms for it
+    otherwise, twice for each MB that is hashed, and for each thread that starts.
+    """
+    interval = sys.getswitchinterval()
+    if interval > TURN:  # else another thread is inside
+        sys.setswitchinterval(TURN)
+    try:
+        yield
+    finally:
+        if interval > TURN:
+            sys.setswitchinterval(interval)
+
+
 def _prepare() -> None:
     """What Triton does once before its first kernel: it hashes itself, unless that is remembered,
     and compiles its driver's helper.
     """
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-4)  # else each MB waits 5 ms for Python's lock, twice
-    try:
+    with contextlib.suppress(Exception), quick_turns():  # the first kernel meets and names it
         triton_key.remember()
         driver.active  # noqa: B018
-    except Exception:
-        pass  # the first kernel meets and names it
-    finally:
-        sys.setswitchinterval(interval)
 
 
 _preparing = threading.Thread(target=_prepare)
@@ -86,7 +96,7 @@ def side_by_side(compilations: Sequence[Callable[[], Any]], device: torch.device
 
     if _preparing.is_alive():
         _preparing.join()
-    with ThreadPoolExecutor(len(compilations)) as threads:
+    with quick_turns(), ThreadPoolExecutor(len(compilations)) as threads:
         list(threads.map(run, compilations))
 
 
