@@ -2,6 +2,7 @@
 come, or comes with another call, is named.
 """
 
+import collections
 import os
 import signal
 import time
@@ -11,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.processes import run
-from helpers.waits import SHORT
+from helpers.waits import SHORT, until
 
 import tilewise.distributed as td
 from tilewise.distributed.layouts.pulls import pulls_in_turn
@@ -110,7 +111,37 @@ def after_an_error(rank):
         assert [found.view(peer, 0)[0].item() - 10 * call for peer in range(3)] == [0, 1, 2]
 
 
+class Counted:
+    """A store whose operations are counted."""
+
+    def __init__(self, store):
+        self.store, self.counts = store, collections.Counter()
+
+    def __getattr__(self, name):
+        self.counts[name] += 1
+        return getattr(self.store, name)
+
+
+def operations(rank):
+    """The last rank at a barrier asks the store once, and the others twice if none is late."""
+    host = arena_of(dist.group.WORLD, torch.device("cpu")).host
+    for _ in range(2):
+        host.meet("a call")
+    host.store = counted = Counted(host.store)
+    if rank == 2:
+        host.number += 1
+        here = host._keys("here")[:2]
+        host.number -= 1
+        until(lambda: counted.store.check(here), "the others wait")
+    host.meet("a call")
+    host.store = counted.store
+    assert set(counted.counts) == ({"add"} if rank == 2 else {"add", "set", "delete_key"})
+    assert rank < 2 or counted.counts["add"] == 1
+    host.meet("a call")
+
+
 def calls(rank):
+    operations(rank)
     publishing(rank)
     sequences(rank)
     another_call(rank)

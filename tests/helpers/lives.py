@@ -96,8 +96,8 @@ def lives(rank, ranks, seed, kind):
                     td.attention(x, x, x, layout=dataclasses.replace(layout, group=group))
             else:
                 store.made(lambda: None)
-    assert not store.ours()
     dist.destroy_process_group()
     gc.collect()
+    assert not store.ours()
     assert not arenas._arenas and not arenas._hosts
     assert not any(arena() for arena in kept)

@@ -12,7 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..layouts.group import given_nodes, store_of
 from ..layouts.layout import Layout
-from .failure import Barrier, check_group
+from .barrier import Barrier
+from .failure import check_group
 from .halves import Arena
 from .links import Links
 from .memory import Files, Ipc, Symmetric, find_nodes, synchronize
@@ -80,7 +81,8 @@ class Reporting:
 
 def _free(group: Any) -> None:
     """Frees the arenas of a group that was destroyed."""
-    _hosts.pop(group, None)
+    if (host := _hosts.pop(group, None)) is not None:
+        host.close()
     for key in [x for x in _arenas if x[0] is group]:
         arena = _arenas.pop(key)
         synchronize(key[1])  # nothing on the device reads what goes with it

@@ -79,9 +79,9 @@ class DeviceArena(Arena):
 
     def grow(self, nbytes: int, signature: str) -> None:
         # All ranks have come here, or none: else some would wait for others to grow
-        self.barrier.wait(signature, is_new=True)
+        self.barrier.meet(signature, is_new=True)
         synchronize(self.device)
-        self.host.wait(signature)  # no rank reads the blocks that go
+        self.host.meet(signature)  # no rank reads the blocks that go
         self.blocks = []
         self.views.clear()
         self.blocks = self.allocate(nbytes, signature)
@@ -91,7 +91,7 @@ class DeviceArena(Arena):
 
     def meet(self, signature: str) -> None:
         if self.links is not None:  # the device's barrier is of the node
-            self.host.wait(signature)
+            self.host.meet(signature)
             if not self.has_mates():
                 return
             if self.has_streams:

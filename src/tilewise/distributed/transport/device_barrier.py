@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 from ...kernels.portable.signals import RAISED, WORDS, Signals
-from .failure import Barrier, PullTimeout, RankLost, RankMismatch
+from .barrier import Barrier
+from .failure import PullTimeout, RankLost, RankMismatch
 from .memory import Memory, synchronize
 
 Tensor = torch.Tensor
@@ -39,7 +40,7 @@ class DeviceBarrier:
         self.members = [rank for rank, x in enumerate(pads) if x is not None]
         pads[self.rank].zero_()
         synchronize(device)
-        host.wait("a pad of zeros on every rank")
+        host.meet("a pad of zeros on every rank")
         of_node = [pads[x].view(torch.int64) for x in self.members]
         self.signals = Signals(of_node, self.members.index(self.rank))
         self.known: dict[str, int] = {}
@@ -59,7 +60,7 @@ class DeviceBarrier:
         """How long anything on the device waits."""
         return int(self.timeout.total_seconds() * 1e9)
 
-    def wait(self, signature: str, is_new: bool = False) -> None:
+    def meet(self, signature: str, is_new: bool = False) -> None:
         """Lets the stream wait for all ranks, and the host, too, where the call is new."""
         self.check()
         fingerprint = self.known.get(signature)
@@ -175,7 +176,7 @@ class DeviceBarrier:
         self.number = max(map(int, numbers))
         self.last = self.number, 0
         self.epoch = self.host.epoch  # from here on an error is one that the device must say
-        self.host.wait("the call after one that failed, again")  # all have reset theirs
+        self.host.meet("the call after one that failed, again")  # all have reset theirs
         self._forget()
 
     def _text(self, number: int, rank: int, fingerprint: int = RAISED) -> str:

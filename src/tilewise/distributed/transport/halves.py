@@ -60,7 +60,7 @@ class Arena:
 
     def meet(self, signature: str) -> None:
         """Waits until all ranks have published for the call of this signature."""
-        self.barrier.wait(signature)
+        self.barrier.meet(signature)
 
     def abandon(self, error: BaseException | None) -> None:
         """Ends the epoch after an error of this rank; None if the other ranks have learnt of it."""
@@ -125,7 +125,7 @@ class Arena:
 
     def meet_node(self) -> None:
         """Waits for all ranks of the node; here for all there are."""
-        self.barrier.wait(self.host.signature)
+        self.barrier.meet(self.host.signature)
 
     def _bytes(self, rank: int, start: int, stop: int) -> Tensor:
         return self.of(rank, stop)[start:]

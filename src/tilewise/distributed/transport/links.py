@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from .failure import POLL, Barrier, check_group
+from .barrier import POLL, Barrier
+from .failure import check_group
 from .nodes import Nodes, Traffic
 
 Tensor = torch.Tensor

@@ -14,7 +14,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from .failure import Barrier, listed
+from .barrier import Barrier
+from .failure import listed
 from .nodes import Nodes
 
 Tensor = torch.Tensor
