@@ -1,7 +1,6 @@
 """diffusers' context parallelism through tilewise: the whole sequence's outputs and gradients."""
 
 import functools
-import tempfile
 from types import SimpleNamespace
 
 import pytest
@@ -12,9 +11,9 @@ pytest.importorskip("diffusers")
 if not dist.is_available() or not dist.is_gloo_available():
     pytest.skip("gloo is not here", allow_module_level=True)
 
-import torch.multiprocessing as mp
 from diffusers import ContextParallelConfig
 from diffusers.models import attention_dispatch as dispatch
+from helpers.processes import run
 
 from tilewise.integrations import diffusers as integration
 
@@ -105,6 +104,7 @@ def refused(rank, ring, ulysses):
 
 
 def everything(rank):
+    integration.register()
     ways = [(1, WORLD), (WORLD, 1)]
     for ring, ulysses in ways:
         sharded(rank, ring, ulysses, None)
@@ -114,17 +114,6 @@ def everything(rank):
     sharded(rank, 1, WORLD, torch.zeros(BATCH, SEQLEN).masked_fill(~padding(), -torch.inf))
 
 
-def worker(rank, folder):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/at", rank=rank, world_size=WORLD)
-    integration.register()
-    try:
-        everything(rank)
-    finally:
-        dist.destroy_process_group()
-
-
 @pytest.mark.slow
 def test_shards_give_what_the_whole_sequence_gives():
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(worker, (folder,), nprocs=WORLD)
+    run(everything, WORLD)

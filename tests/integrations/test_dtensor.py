@@ -1,12 +1,10 @@
 """DTensor: sharded by batch or heads, attention gives the whole tensors' results and gradients."""
 
 import functools
-import os
-import sys
-import tempfile
 
 import pytest
 import torch
+from helpers.processes import run
 
 import tilewise
 
@@ -14,7 +12,6 @@ dist = pytest.importorskip("torch.distributed")
 if not dist.is_available():
     pytest.skip("torch has no distributed here", allow_module_level=True)
 
-import torch.multiprocessing as mp  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.tensor import (  # noqa: E402
     DTensor,
@@ -64,32 +61,10 @@ def test_heads_are_cut_between_groups(nheads, nheads_k, mesh, whole):
     assert sharding._groups_stay_whole(nheads, nheads_k, mesh) is whole
 
 
-def _run(*jobs) -> None:
-    """`job(mesh)` of each job in WORLD processes; an error in one of them is raised here.
-
-    Starting the processes costs more than the jobs, so they share them.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        store = f"{folder}/store"
-        mp.start_processes(_main, (store, jobs), nprocs=WORLD, start_method="spawn")
-
-
-def _main(rank: int, store: str, jobs) -> None:
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=WORLD)
-    try:
-        mesh = init_device_mesh("cpu", (WORLD,))
-        for job in jobs:
-            job(mesh)
-    finally:
-        dist.destroy_process_group()
-    # Gloo's threads drop their tensors after the group is gone. One that needs the GIL for that
-    # while Python closes is ended by force, inside a C++ function that may not be: SIGABRT
-    # (pytorch/pytorch#190489). Leaving without closing Python avoids it; an error never gets here.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+def _on_a_mesh(rank: int, *jobs) -> None:
+    mesh = init_device_mesh("cpu", (WORLD,))
+    for job in jobs:
+        job(mesh)
 
 
 def _inputs(nheads_k: int, slopes: str = "", sinks: bool = False, used: bool = False):
@@ -244,7 +219,8 @@ def _indices_job(mesh) -> None:
 
 
 def test_sharded_attention_is_exact():
-    _run(_features_job, _redistribution_job, _torn_groups_job, _lse_only_job, _indices_job)
+    jobs = _features_job, _redistribution_job, _torn_groups_job, _lse_only_job, _indices_job
+    run(_on_a_mesh, WORLD, *jobs)
 
 
 def _compiled_job(mesh) -> None:
@@ -263,4 +239,4 @@ def _compiled_job(mesh) -> None:
 
 @pytest.mark.slow
 def test_compiled():
-    _run(_compiled_job)
+    run(_on_a_mesh, WORLD, _compiled_job)

@@ -2,12 +2,10 @@
 torch's context_parallel each step of torch's ring is our kernel.
 """
 
-import os
-import tempfile
-
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.processes import run
 
 import tilewise
 from tilewise.ops import attention as ops
@@ -16,7 +14,6 @@ dist = pytest.importorskip("torch.distributed")
 if not dist.is_available() or not dist.is_gloo_available():
     pytest.skip("torch has no distributed or no gloo here", allow_module_level=True)
 
-import torch.multiprocessing as mp  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor  # noqa: E402
 
@@ -30,21 +27,12 @@ SHAPE = 2, 4, 32, 16  # batch, nheads, seqlen, headdim
 
 @pytest.mark.slow
 def test_two_ranks():
-    with tempfile.TemporaryDirectory() as folder:
-        args = (f"{folder}/store",)
-        mp.start_processes(_main, args, nprocs=WORLD, start_method="spawn")
+    run(_main, WORLD)
 
 
-def _main(rank: int, store: str) -> None:
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=WORLD)
+def _main(rank: int) -> None:
     mesh = init_device_mesh("cpu", (WORLD,))
-    try:
-        by_heads(mesh), by_sequence(mesh), inside_ours_is_refused(mesh)
-    finally:
-        dist.destroy_process_group()
-    os._exit(0)  # gloo's threads may outlive Python's end (pytorch/pytorch#190489)
+    by_heads(mesh), by_sequence(mesh), inside_ours_is_refused(mesh)
 
 
 def whole():
