@@ -16,8 +16,10 @@ class MaskRequest(NamedTuple):
 
     predicate: Predicate
     batch: int
-    lengths: tuple[int, int]  # of queries and keys
-    offsets: tuple[int | Tensor, int]  # the positions of the first ones
+    q_length: int
+    kv_length: int
+    q_offset: int | Tensor  # the position of the first query
+    kv_offset: int
     padding: Tensor | None  # bool (batch, positions)
     local_size: int | None
     device: torch.device | str
@@ -27,14 +29,19 @@ class MaskRequest(NamedTuple):
     is_step: bool  # one query over a cache whose shape stays
     cache_position: Tensor | None  # transformers before 5.4
 
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """How many queries and keys there are."""
+        return self.q_length, self.kv_length
+
     def is_whole(self) -> bool:
         """Whether the queries are the keys, from the first position on, without padding."""
-        is_first = all(isinstance(start, int) and start == 0 for start in self.offsets)
-        return is_first and self.padding is None and self.lengths[0] == self.lengths[1]
+        is_first = all(isinstance(x, int) and x == 0 for x in (self.q_offset, self.kv_offset))
+        return is_first and self.padding is None and self.q_length == self.kv_length
 
     def is_on_device(self) -> bool:
         """Whether the first query's position is a tensor, as over a static cache."""
-        return isinstance(self.offsets[0], torch.Tensor)
+        return isinstance(self.q_offset, torch.Tensor)
 
     def is_union(self) -> bool:
         """Whether transformers joined predicates by `or`: blocks of tokens that see each other."""
@@ -42,5 +49,5 @@ class MaskRequest(NamedTuple):
 
     def used(self) -> Tensor:
         """int32 (batch,): the keys of a static cache that are written once these queries' are."""
-        used = self.offsets[0] + self.lengths[0] - self.offsets[1]
+        used = self.q_offset + self.q_length - self.kv_offset
         return torch.as_tensor(used, dtype=torch.int32, device=self.device).expand(self.batch)

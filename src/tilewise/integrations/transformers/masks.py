@@ -7,11 +7,12 @@ that adds its mask by itself takes it for no mask: nothing hides the future from
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 
 from ...errors import warn_slow
-from .chunks import Keys, Span, chunk_of, chunk_starts, is_chunked, kept_keys, left_padding
+from .chunks import chunk_of, chunk_starts, is_chunked, kept_keys, left_padding
 from .mask_request import MaskRequest
 from .stored import KEYS, PAIRS, beside, pairs
 from .visible import (
@@ -59,8 +60,10 @@ def visible_keys(
     request = MaskRequest(
         mask_function,
         batch_size,
-        lengths=(q_length, kv_length),
-        offsets=(q_offset, kv_offset),
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
         padding=attention_mask,
         local_size=local_size,
         device=device,
@@ -97,7 +100,7 @@ def _found(request: MaskRequest) -> Visible | Band | None:
     compiling = torch.compiler.is_compiling()
     chunk = request.chunk
     if chunk is not None and (compiling or not request.is_whole()):
-        is_one = request.offsets[1] == 0 and request.lengths[1] <= chunk
+        is_one = request.kv_offset == 0 and request.kv_length <= chunk
         if compiling and request.padding is not None and not is_one:
             return None
         if _fits_chunks(request, chunk):
@@ -110,16 +113,16 @@ def _found(request: MaskRequest) -> Visible | Band | None:
 def _probed(request: MaskRequest) -> Visible | Band | None:
     """What `request.predicate` is, found by evaluating it for some pairs."""
     is_whole = request.is_whole()
-    predicate, batch, (q_length, kv_length), *_ = request
+    predicate, batch, q_length = request.predicate, request.batch, request.q_length
     size, device = request.local_size, request.device
     if is_whole and torch.compiler.is_compiling() and batch == 1:
         causal = request.is_causal
         return packed_of(predicate, batch, q_length, size, device=device, is_causal=causal)
-    q_start, kv_offset = int(request.offsets[0]), request.offsets[1]
-    stop = kv_offset + kv_length
+    q_start, k_start = int(request.q_offset), request.kv_offset
+    stop = k_start + request.kv_length
     if request.is_causal:
         stop = min(stop, q_start + q_length)
-    queries, keys = range(q_start, q_start + q_length), range(kv_offset, stop)
+    queries, keys = range(q_start, q_start + q_length), range(k_start, stop)
     band = band_of(predicate, queries, keys, batch, size, device, is_causal=request.is_causal)
     if band is not None or not is_whole:
         return band
@@ -128,7 +131,6 @@ def _probed(request: MaskRequest) -> Visible | Band | None:
 
 def _padded(request: MaskRequest, band: Band) -> Visible:
     """A band, and the padding."""
-    (q_length, kv_length), (q_offset, kv_offset) = request.lengths, request.offsets
     if band == NO_KEYS:
         none = torch.zeros(request.batch, dtype=torch.int32, device=request.device)
         return Visible((None, None), None, lengths=request.lengths, used=none)
@@ -140,31 +142,33 @@ def _padded(request: MaskRequest, band: Band) -> Visible:
             return beside(request, band, padding=request.padding)
         if request.is_on_device():
             return pairs(request)
-    q_start, end = int(q_offset), kv_offset + kv_length
+    q_start, k_start = int(request.q_offset), request.kv_offset
+    end = k_start + request.kv_length
     # Slots of a static cache that are not written yet come after the last query.
-    stop = min(end, q_start + q_length) if band[1] == 0 else end
-    runs = runs_of(request.padding, kv_offset, stop=stop)
+    stop = min(end, q_start + request.q_length) if band[1] == 0 else end
+    runs = runs_of(request.padding, k_start, stop=stop)
     if request.padding is not None and runs == HOLES:
         warn_slow(KEYS)
         return beside(request, band, padding=request.padding)
     if runs is None and is_step:
         return Visible(band, None, lengths=request.lengths, used=request.used())
     if runs is None and stop < end:
-        runs = ((0, stop - kv_offset),) * request.batch
-    return simplest(band, q_start - kv_offset, request.lengths, runs, request.device)
+        runs = ((0, stop - k_start),) * request.batch
+    return simplest(band, q_start - k_start, request.lengths, runs, request.device)
 
 
-def _spans(request: MaskRequest) -> tuple[Span, Keys]:
-    """Where queries and keys begin, and how many there are."""
-    (q_length, kv_length), (q_offset, kv_offset) = request.lengths, request.offsets
-    return (q_offset, q_length), (kv_offset, kv_length)
+def _chunk_rows(request: MaskRequest) -> dict[str, Any]:
+    """What chunks are counted by: padding, queries and keys."""
+    return dict(
+        padding=left_padding(request.padding, request.batch, device=request.device),
+        queries=(request.q_offset, request.q_length),
+        keys=(request.kv_offset, request.kv_length),
+    )
 
 
 def _fits_chunks(request: MaskRequest, chunk: int) -> bool:
     """Whether the predicate is that of the model's chunks; a compiled graph asserts it."""
-    padding = left_padding(request.padding, request.batch, device=request.device)
-    queries, keys = _spans(request)
-    fits = is_chunked(request.predicate, chunk, padding=padding, queries=queries, keys=keys)
+    fits = is_chunked(request.predicate, chunk, **_chunk_rows(request))
     if torch.compiler.is_compiling():
         assert_later(fits, NOT_CHUNKED)
         return True
@@ -173,16 +177,14 @@ def _fits_chunks(request: MaskRequest, chunk: int) -> bool:
 
 def _chunked(request: MaskRequest, chunk: int) -> Visible:
     """Chunks behind a cache or padding, and in a compiled graph."""
-    queries, keys = _spans(request)
-    padding = left_padding(request.padding, request.batch, device=request.device)
-    starts = chunk_starts(chunk, padding, queries=queries, keys=keys)
+    starts = chunk_starts(chunk, **_chunk_rows(request))
     chunked = Visible((None, 0), None, lengths=request.lengths, starts=starts, chunk=chunk)
     if request.padding is None:
         return chunked
-    (kv_offset, kv_length), q_length = keys, request.lengths[0]
-    diagonal = kv_length - 1 if q_length == 1 else int(request.offsets[0]) - kv_offset
+    q_length, kv_length, k_start = request.q_length, request.kv_length, request.kv_offset
+    diagonal = kv_length - 1 if q_length == 1 else int(request.q_offset) - k_start
     end = diagonal + q_length  # behind the last query's key
-    runs = runs_of(request.padding, kv_offset, stop=kv_offset + end)
+    runs = runs_of(request.padding, k_start, stop=k_start + end)
     if q_length == 1 and runs != HOLES:
         return chunked
     stops = [] if runs is None else [stop for _, stop in runs]

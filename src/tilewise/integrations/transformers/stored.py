@@ -34,14 +34,14 @@ GIVEN = (
 
 def beside(request: MaskRequest, band: Band, padding: Tensor) -> Visible:
     """A band, and which keys are padding: (batch, 1, 1, keys). Reads no value."""
-    (q_length, kv_length), (q_offset, kv_offset) = request.lengths, request.offsets
+    kv_length, kv_offset = request.kv_length, request.kv_offset
     mask = _real_keys(padding, kv_offset, length=kv_length)
     if request.is_step and band[1] == 0:
         return Visible(band, None, lengths=request.lengths, used=request.used(), mask=mask)
     if request.is_on_device() and torch.compiler.is_compiling():
         return pairs(request)
-    diagonal = int(q_offset) - kv_offset
-    end = diagonal + q_length  # behind the last query's key
+    diagonal = int(request.q_offset) - kv_offset
+    end = diagonal + request.q_length  # behind the last query's key
     if band == (None, None) or end == kv_length or (band[1] == 0 and end < kv_length):
         return Visible(band, diagonal, lengths=request.lengths, mask=mask)
     return pairs(request)
@@ -69,14 +69,13 @@ def pairs(request: MaskRequest) -> Visible:
     """transformers' own mask, (batch, 1, queries, keys)."""
     from transformers.masking_utils import sdpa_mask
 
-    (q_length, kv_length), (q_offset, kv_offset) = request.lengths, request.offsets
-    queries: dict[str, Any] = dict(q_length=q_length, q_offset=q_offset)
+    queries: dict[str, Any] = dict(q_length=request.q_length, q_offset=request.q_offset)
     if request.cache_position is not None:
         queries = dict(cache_position=request.cache_position)
     mask = sdpa_mask(
         batch_size=request.batch,
-        kv_length=kv_length,
-        kv_offset=kv_offset,
+        kv_length=request.kv_length,
+        kv_offset=request.kv_offset,
         mask_function=request.predicate,
         attention_mask=request.padding,
         allow_is_causal_skip=False,
@@ -85,7 +84,8 @@ def pairs(request: MaskRequest) -> Visible:
         device=request.device,
         **queries,
     )
-    return Visible((None, None), q_offset - kv_offset, lengths=request.lengths, mask=mask)
+    diagonal = request.q_offset - request.kv_offset
+    return Visible((None, None), diagonal, lengths=request.lengths, mask=mask)
 
 
 def given(mask: Tensor, q: Tensor, k: Tensor) -> Visible | None:
