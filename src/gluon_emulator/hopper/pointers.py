@@ -6,6 +6,7 @@ there, and its context is lost. Every access is a point where another partition 
 which is how races show.
 """
 
+import functools
 import math
 from typing import Any
 
@@ -26,7 +27,7 @@ class Pointer:
     ) -> None:
         self.flat, self.offset, self.name = flat, offset, name
         self.promised = promised  # bytes, and of how many neighbours in a row the first
-        self.dtype = tl.pointer_type(TRITON[flat.dtype])
+        self.dtype = _pointer_type(flat.dtype)
 
     @classmethod
     def to_tensor(cls, tensor: torch.Tensor, name: str) -> "Pointer":
@@ -61,6 +62,11 @@ class Pointer:
 
     def reshaped(self, offset: Any) -> "Pointer":
         return Pointer(self.flat, offset, self.name)
+
+
+@functools.cache
+def _pointer_type(dtype: torch.dtype) -> Any:
+    return tl.pointer_type(TRITON[dtype])
 
 
 def multiple_of(value: Any, values: Any, **_: Any) -> Any:
@@ -167,13 +173,11 @@ def touched(kind: str, pointer: Any, mask: Any, value: Any = None) -> tuple[Any,
         if keep and not 0 <= offset < pointer.flat.numel():
             raise _outside(kind, pointer, offset, 1, 1)
         return offset, keep
-    shapes = [x.shape for x in (offset, keep) if isinstance(x, torch.Tensor)]
-    shape = torch.broadcast_shapes(*shapes)
-    offset = torch.as_tensor(offset).expand(shape)
-    keep = None if keep is None else torch.as_tensor(keep).expand(shape)
+    if keep is not None:
+        offset, keep = torch.broadcast_tensors(torch.as_tensor(offset), torch.as_tensor(keep))
     touched = offset if keep is None else offset[keep]
     if touched.numel():
-        low, high = touched.aminmax()
+        low, high = (bound.item() for bound in touched.aminmax())
         if low < 0 or high >= pointer.flat.numel():
             outside = touched[(touched < 0) | (touched >= pointer.flat.numel())]
             raise _outside(kind, pointer, int(outside[0]), outside.numel(), touched.numel())

@@ -74,9 +74,7 @@ class Value:
     @property
     def type(self) -> Any:
         """The type of a block, with a layout: to pass on, not to look into."""
-        if not self.is_block:
-            return self.dtype
-        return gl.distributed_type(self.dtype, self.shape, gl.AutoLayout())
+        return _block_type(self.dtype, self.data.shape) if self.is_block else self.dtype
 
     @property
     def T(self) -> "Value":
@@ -123,9 +121,16 @@ class Value:
     __hash__ = None  # type: ignore[assignment]
 
 
+@functools.cache
+def _block_type(dtype: Any, shape: torch.Size) -> Any:
+    return gl.distributed_type(dtype, list(shape), gl.AutoLayout())
+
+
 def to_value(value: Any) -> Any:
     """Numbers become scalars of the kernel, in tuples as well; the rest stays as it is."""
     kind = type(value)
+    if kind is Value:
+        return value
     if kind is int or kind is float or kind is bool:
         return Value(fit(value, number_type(value)), number_type(value))
     if isinstance(value, tuple):
@@ -136,6 +141,8 @@ def to_value(value: Any) -> Any:
 def map_tuple(function: Any, value: tuple[Any, ...]) -> Any:
     """Apply `function` to the items of a tuple, keeping a NamedTuple what it is."""
     items = [function(item) for item in value]
+    if all(map(operator.is_, items, value)):
+        return value
     return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
 
 
@@ -160,30 +167,29 @@ def as_tensor(value: Any) -> torch.Tensor:
 def data_as(value: Any, dtype: Any) -> Any:
     """The number or tensor of an operand, in the given type."""
     if isinstance(value, Value):
-        same = value.dtype is dtype or value.dtype == dtype
-        return value.data if same else convert(value.data, dtype)
+        return value.data if value.dtype is dtype else convert(value.data, dtype)
     return fit(value, dtype)
 
 
 def convert(data: Any, dtype: Any) -> Any:
     """A cast: floats round to nearest or truncate to integers, fp8 saturates."""
     if not isinstance(data, torch.Tensor):
-        if dtype == tl.int1:
+        if dtype is tl.int1:
             return bool(data)
         return fit(float(data), dtype) if dtype.is_floating() else _wrap(int(data), dtype)
-    if dtype == tl.int1:
+    if dtype is tl.int1:
         return data != 0
     if dtype.is_fp8() and data.dtype.is_floating_point:
         limit = torch.finfo(TORCH[dtype]).max
         data = data.float().clamp(-limit, limit)
     data = data.to(TORCH[dtype])
-    return data & 0xFFFFFFFF if dtype == tl.uint32 else data
+    return data & 0xFFFFFFFF if dtype is tl.uint32 else data
 
 
 def fit(data: Any, dtype: Any) -> Any:
     """A result of arithmetic in its type: floats rounded, integers checked, unsigned wrapped."""
     if isinstance(data, torch.Tensor):
-        if dtype == tl.uint32:
+        if dtype is tl.uint32:
             return data & 0xFFFFFFFF
         return data if data.dtype == TORCH[dtype] else data.to(TORCH[dtype])
     if dtype is tl.float32:
@@ -194,7 +200,7 @@ def fit(data: Any, dtype: Any) -> Any:
         return int(data)
     if dtype.is_floating():
         return torch.tensor(data, dtype=torch.float64).to(TORCH[dtype]).item()
-    if dtype == tl.int1:
+    if dtype is tl.int1:
         return bool(data)
     return _wrap(data, dtype)
 
@@ -222,6 +228,8 @@ def _common_type(a: Any, a_is_number: bool, b: Any, b_is_number: bool, divides: 
 
 def common_type(a: Any, b: Any, divides: bool = False) -> Any:
     """The type in which two operands meet; plain numbers adapt to the other one."""
+    if type(a) is type(b) is Value and a.dtype is b.dtype and not divides:
+        return a.dtype
     a_is_number, b_is_number = not isinstance(a, Value), not isinstance(b, Value)
     a_type = number_type(a) if a_is_number else a.dtype
     b_type = number_type(b) if b_is_number else b.dtype
@@ -239,20 +247,20 @@ _BITWISE = {
     "lshift": operator.lshift,
     "rshift": operator.rshift,
 }
-_DIVISIONS = ("truediv", "floordiv", "mod")
+_DIVISIONS = {"truediv", "floordiv", "mod"}
+_OPERANDS = Value, int, float
 
 
 def binary(name: str, a: Any, b: Any) -> Any:
     """One of Python's operators on values and numbers."""
-    for x in (a, b):
-        if not isinstance(x, (Value, int, float)):
-            return NotImplemented
+    if not (isinstance(a, _OPERANDS) and isinstance(b, _OPERANDS)):
+        return NotImplemented
     dtype = common_type(a, b, name in _DIVISIONS)
-    if name in _COMPARISONS:
-        return Value(_COMPARISONS[name](data_as(a, dtype), data_as(b, dtype)), tl.int1)
     if name == "truediv" and not dtype.is_floating():
         dtype = tl.float32
     x, y = data_as(a, dtype), data_as(b, dtype)
+    if name in _COMPARISONS:
+        return Value(_COMPARISONS[name](x, y), tl.int1)
     if name in _EXACT:
         return Value(_exact(_EXACT[name], x, y, dtype), dtype)
     if name in _BITWISE:
@@ -269,8 +277,9 @@ def _exact(operation: Any, x: Any, y: Any, dtype: Any) -> Any:
     if dtype is not tl.int32 or not (isinstance(x, torch.Tensor) or isinstance(y, torch.Tensor)):
         return fit(operation(x, y), dtype)
     # Blocks of int32 are indices: small, and worth a check.
-    wide = operation(*(v.long() if isinstance(v, torch.Tensor) else v for v in (x, y)))
-    low, high = wide.aminmax()
+    x, y = (v.long() if isinstance(v, torch.Tensor) else v for v in (x, y))
+    wide = operation(x, y)
+    low, high = (bound.item() for bound in wide.aminmax())
     if low < -(2**31) or high >= 2**31:
         raise OverflowError(f"int32 values reach {low} to {high}: cast to int64 before it")
     return wide.int()
