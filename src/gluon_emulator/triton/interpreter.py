@@ -12,9 +12,11 @@ assembly, libdevice, bfloat16 atomics, Gluon. Needs numpy.
 
 import contextlib
 import inspect
+import operator
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -40,6 +42,7 @@ _ABSENT = object()
 _OPERATORS = "add sub mul truediv floordiv mod and or xor lshift rshift lt le gt ge eq ne".split()
 _OVERFLOW_CHECK = "binary_op_sanitize_overflow_impl"
 _COMPILER = ("triton.language.core", "triton.language.semantic")
+_helpers: weakref.WeakKeyDictionary[Callable, Callable] = weakref.WeakKeyDictionary()  # rewritten
 
 
 class interpret:
@@ -174,7 +177,10 @@ def _attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 def _call_helper(self: Any, *args: Any, **kwargs: Any) -> Any:
     kwargs.pop("_semantic", None)
-    return as_compiled(self.fn, _to_tensor, _loop_range)(*args, **kwargs)
+    fn = _helpers.get(self.fn)
+    if fn is None:
+        fn = _helpers[self.fn] = as_compiled(self.fn, _to_tensor, _loop_range)
+    return fn(*args, **kwargs)
 
 
 def _bind_method(self: Any, instance: Any, owner: Any = None) -> Any:
@@ -221,11 +227,15 @@ def _unwrap(value: Any) -> Any:
 
 def _map_tuple(function: Callable[[Any], Any], value: tuple[Any, ...]) -> Any:
     items = [function(item) for item in value]
+    if all(map(operator.is_, items, value)):
+        return value
     return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
 
 
 def _to_tensor(value: Any) -> Any:
     """What an assignment makes of a value: numbers become tensors, in tuples as well."""
+    if type(value) is tl.tensor:
+        return value
     if isinstance(value, tuple):
         return _map_tuple(_to_tensor, value)
     return _semantic.to_tensor(value, check_type=False)

@@ -1,7 +1,8 @@
-"""Types of Triton's interpreter, made once each.
+"""Types of Triton's interpreter, made once each and told apart by identity where that is enough.
 
 Each operation creates a tensor and its type: as shipped, a quarter of a kernel's time goes into
-their shapes, names and numpy's dtypes, which are those of the operation before.
+their shapes, names and numpy's dtypes, which are those of the operation before, and as much into
+finding that two operands have one type and shape.
 """
 
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ from typing import Any
 
 import triton.language as tl
 import triton.runtime.interpreter as triton_interpreter
+from triton.language.semantic import TritonSemantic
 
 
 def patches() -> Iterator[tuple[Any, str, Any]]:
@@ -16,6 +18,11 @@ def patches() -> Iterator[tuple[Any, str, Any]]:
     yield triton_interpreter, "_get_np_dtype", _dtypes(triton_interpreter._get_np_dtype)
     yield tl.block_type, "__init__", _blocks(tl.block_type.__init__)
     yield tl.tensor, "__init__", _tensors(tl.tensor.__init__)
+    yield tl.dtype, "__eq__", _equal(tl.dtype.__eq__)
+    semantic = TritonSemantic
+    yield semantic, "broadcast_impl_value", _broadcast(semantic.broadcast_impl_value)
+    yield semantic, "cast", _cast(semantic.cast)
+    yield semantic, "computation_type_impl", _common_type(semantic.computation_type_impl)
 
 
 def _dtypes(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -32,6 +39,7 @@ def _dtypes(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 def _blocks(make: Callable[..., None]) -> Callable[..., None]:
     attributes: dict[tuple, dict[str, Any]] = {}
+    shapes: dict[tuple, Any] = {}  # one for all element types, which `_broadcast` compares
 
     def __init__(self: Any, element_ty: Any, shape: Any) -> None:
         key = element_ty.name, *(getattr(x, "value", x) for x in shape)
@@ -40,6 +48,7 @@ def _blocks(make: Callable[..., None]) -> Callable[..., None]:
             self.element_ty = element_ty
         else:
             make(self, element_ty, shape)
+            self.shape = shapes.setdefault(key[1:], self.shape)
             attributes[key] = dict(self.__dict__)
 
     return __init__
@@ -57,3 +66,35 @@ def _tensors(make: Callable[..., None]) -> Callable[..., None]:
             shapes[type.name] = self.shape, self.numel
 
     return __init__
+
+
+def _equal(compare: Callable[..., bool]) -> Callable[..., bool]:
+    def __eq__(self: Any, other: Any) -> bool:
+        return self.name == other.name if type(other) is tl.dtype else compare(self, other)
+
+    return __eq__
+
+
+def _broadcast(make: Callable[..., Any]) -> Callable[..., Any]:
+    def broadcast_impl_value(self: Any, lhs: Any, rhs: Any) -> Any:
+        shape = getattr(lhs.type, "shape", None)  # None of a scalar
+        same = shape is getattr(rhs.type, "shape", None)
+        return (lhs, rhs) if same else make(self, lhs, rhs)
+
+    return broadcast_impl_value
+
+
+def _cast(make: Callable[..., Any]) -> Callable[..., Any]:
+    def cast(self: Any, input: Any, dst_ty: Any, *rounding: Any, **named: Any) -> Any:
+        is_there = input.type.scalar is dst_ty
+        return input if is_there else make(self, input, dst_ty, *rounding, **named)
+
+    return cast
+
+
+def _common_type(find: Callable[..., Any]) -> Callable[..., Any]:
+    def computation_type_impl(self: Any, a: Any, a_is_scalar: Any, b: Any, *rest: Any) -> Any:
+        divides = rest[-1]
+        return a if a is b and not divides else find(self, a, a_is_scalar, b, *rest)
+
+    return computation_type_impl
