@@ -190,7 +190,7 @@ def flash_attn_with_kvcache(
         place, names = cache_batch_idx.unsqueeze(1), (names[0], "cache_batch_idx")
     chunk = check_chunk(attention_chunk)
     numbers = Numbers(softmax_scale, softcap, causal=causal, window=window_size)
-    sides = within_chunk(numbers, chunk).sides("window_size")
+    sides = (within_chunk(numbers, chunk) if chunk else numbers).sides("window_size")
     numbers = numbers._replace(window=sides)
     last_key = values.last_read(q, cu_seqlens_q, left=sides[0])
     used, fewest = before, None
