@@ -71,8 +71,7 @@ FEATURES = {
         sharded="write it as a score_mod of positions",
     ),
     "score_mod": Feature(
-        cached="pass softcap or alibi_slopes",
-        fp8=f"use softcap and alibi_slopes, or {IN_BF16}",
+        cached="pass softcap or alibi_slopes", fp8=f"use softcap and alibi_slopes, or {IN_BF16}"
     ),
     "dropout_p": Feature(cached="leave it out", fp8=f"leave it out, or {IN_BF16}"),
     "dropout_rng": Feature(shapes=(("2",),), dtypes=(torch.int64,), is_whole=True),

@@ -135,9 +135,9 @@ def refuses_others(name: str) -> Callable[[Function], Function]:
 
     def register(function: Function) -> Function:
         signature = inspect.signature(function)
-        kept = [x for x in signature.parameters.values() if x.kind is not x.VAR_KEYWORD]
-        function.__signature__ = signature.replace(parameters=kept)  # pyright: ignore[reportFunctionMemberAccess]
-        _arguments[name] = [x.name for x in kept]
+        parameters = [x for x in signature.parameters.values() if x.kind is not x.VAR_KEYWORD]
+        function.__signature__ = signature.replace(parameters=parameters)  # pyright: ignore[reportFunctionMemberAccess]
+        _arguments[name] = [x.name for x in parameters]
         return function
 
     return register
@@ -157,20 +157,19 @@ def unexpected(name: str, unknown: Iterable[str]) -> TypeError:
 def _answer(unknown: str, arguments: list[str]) -> str:
     if BLOCK_MASK.get(unknown) in arguments:
         return f": here it is {BLOCK_MASK[unknown]}="
-    word = THEIRS.get(unknown, Word(unknown))
+    hint = THEIRS.get(unknown, Word(unknown)).hint
     meant = _meanings(unknown)
     same = [x for x in meant if x in arguments]
-    if word.hint and (same or not meant):
-        return f": here it is {word.hint}" if same else f": {word.hint}"
+    if hint and (same or not meant):
+        return f": here it is {hint}" if same else f": {hint}"
     # Names of other libraries for what `meant` names in `attention`
-    others = (x for x in arguments if x not in NARROWER)
-    same = same or [x for x in others if set(_meanings(x)) & set(meant)]
+    same = same or [x for x in arguments if x not in NARROWER and set(_meanings(x)) & set(meant)]
     if same:
         return f": here it is {_either(same)}"
     if set(meant) & set(_arguments[ATTENTION]):
         return f": {ATTENTION} has it" + ("" if meant == [unknown] else f", as {_either(meant)}")
-    for name, known in _arguments.items():
-        if unknown in known:
+    for name, names in _arguments.items():
+        if unknown in names:
             return f": {name} has it"
     close = difflib.get_close_matches(unknown, arguments, n=1)
     return f": did you mean {close[0]}=?" if close else ""

@@ -206,11 +206,11 @@ def _attend_packed(q: Tensor, k: Tensor, v: Tensor, options: _Options) -> tuple[
     """Packed sequences, one by one; rows that are not used have out 0 and lse -inf."""
     outs, lses = [], []
     sequence, head, query = options.first
-    for i, ((a, b, c), (d, e, _), extras) in enumerate(_sequences(options.extras)):
+    for i, (queries, unused, keys, extras) in enumerate(_sequences(options.extras)):
         alone = options._replace(extras=extras, first=(sequence + i, head, query))
-        out, lse = _attend(q[:, :, a:b], k[:, :, d:e], v=v[:, :, d:e], options=alone)
-        outs.append(torch.nn.functional.pad(out, (0, 0, 0, c - b)))
-        lses.append(torch.nn.functional.pad(lse, (0, c - b), value=-math.inf))
+        out, lse = _attend(q[:, :, queries], k[:, :, keys], v=v[:, :, keys], options=alone)
+        outs.append(torch.nn.functional.pad(out, (0, 0, 0, unused)))
+        lses.append(torch.nn.functional.pad(lse, (0, unused), value=-math.inf))
     if not outs:
         return q.new_zeros((*q.shape[:3], v.shape[3])), q.new_full(q.shape[:3], -math.inf)
     out, lse = torch.cat(outs, 2), torch.cat(lses, 2)
@@ -220,19 +220,24 @@ def _attend_packed(q: Tensor, k: Tensor, v: Tensor, options: _Options) -> tuple[
 
 
 def _sequences(extras: Extras):
-    """(start, used stop, stop) of each sequence in q and in k, and its extras."""
-    rows = []
-    for starts, used in (
-        (extras.cu_seqlens_q, extras.seqused_q),
-        (extras.cu_seqlens_k, extras.seqused_k),
-    ):
-        starts = [] if starts is None else starts.tolist()
-        stops = starts[1:] if used is None else [a + u for a, u in zip(starts, used.tolist())]
-        rows.append(list(zip(starts, stops, starts[1:])))
+    """Each sequence's rows of q, how many more it has that are not used, its rows of k, and its
+    extras.
+    """
     slopes = extras.alibi_slopes
-    for i, (queries, keys) in enumerate(zip(*rows)):
+    rows = zip(
+        _rows(extras.cu_seqlens_q, extras.seqused_q), _rows(extras.cu_seqlens_k, extras.seqused_k)
+    )
+    for i, ((queries, stop), (keys, _)) in enumerate(rows):
         one = slopes if slopes is None or slopes.dim() == 1 else slopes[i : i + 1]
-        yield queries, keys, Extras(one, extras.sinks, dropout_rng=extras.dropout_rng)
+        alone = Extras(one, extras.sinks, dropout_rng=extras.dropout_rng)
+        yield queries, stop - queries.stop, keys, alone
+
+
+def _rows(cu_seqlens: Tensor | None, used: Tensor | None) -> list[tuple[slice, int]]:
+    """The rows that each sequence uses, and where all of its rows end."""
+    ends = [] if cu_seqlens is None else cu_seqlens.tolist()
+    stops = ends[1:] if used is None else [a + n for a, n in zip(ends, used.tolist())]
+    return [(slice(a, b), c) for a, b, c in zip(ends, stops, ends[1:])]
 
 
 def _attend(

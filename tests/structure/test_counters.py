@@ -10,11 +10,11 @@ from helpers.counters import count
 AT_LEAST = {"arguments by keyword, percent": 18.7}
 AT_MOST = {
     # Sizes
-    "lines": 54_338,
+    "lines": 54_311,
     "files that name softcap": 28,
     "files that name sinks": 36,
     "files attention() imports": 40,
-    "lines attention() imports": 5_693,
+    "lines attention() imports": 5_683,
     # One record, one dispatcher, one file of checks, one way to launch
     "records per 1,000 lines, host": 3.08,
     "records per 1,000 lines, device": 6.40,
@@ -24,9 +24,9 @@ AT_MOST = {
     "dispatchers": 1,
     "check files": 2,
     # Plain English
-    "calls with *x per 1,000 lines": 1.55,
+    "calls with *x per 1,000 lines": 1.53,
     "calls with a tuple's *": 0,
-    "vague locals": 32,
+    "vague locals": 28,
     "docstrings without a subject": 0,
     "files over 300 lines": 17,
     "functions over 120 lines": 0,

@@ -1,4 +1,4 @@
-"""Types of Triton's interpreter, made once each and told apart by identity where that is enough.
+"""Types of Triton's interpreter, made once each and compared by identity where that is enough.
 
 Each operation creates a tensor and its type: as shipped, a quarter of a kernel's time goes into
 their shapes, names and numpy's dtypes, which are those of the operation before, and as much into

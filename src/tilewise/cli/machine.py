@@ -40,14 +40,14 @@ def chosen_backend(device: str, dtype) -> str:
         return "none"
 
 
-def describe_machine(device: str, dtype=None) -> str:
+def describe_machine(device: str) -> str:
     """One line: what runs this, on what."""
     import torch
 
     from .. import __version__
     from ..explain.machine import cpu_name, triton_version
 
-    backend = chosen_backend(device, dtype or torch.float32)
+    backend = chosen_backend(device, torch.float32)
     name = torch.cuda.get_device_name(device) if device.startswith("cuda") else cpu_name()
     versions = f"tilewise {__version__}, torch {torch.__version__}, triton {triton_version()}"
     return f"{name} | backend: {backend} | {versions}"

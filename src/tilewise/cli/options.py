@@ -24,12 +24,7 @@ class Exit(IntEnum):
     NO_GPU = 3
 
 
-DTYPES = {
-    "fp16": "float16",
-    "bf16": "bfloat16",
-    "fp32": "float32",
-    "fp64": "float64",
-}
+DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 SHORT = {name: short for short, name in DTYPES.items()}
 FP8 = {"fp8": "float8_e4m3fn"}  # where q, k and v may be of 8 bits
 DTYPES |= {name: name for name in DTYPES.values()}

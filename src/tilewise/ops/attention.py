@@ -27,15 +27,7 @@ from ..problem import INPUTS, NO_EXTRAS, OPTIONAL, Between, Call, Extras, Grads,
 from . import late
 from . import vmap as batching
 from .autocast import autocast as autocast
-from .calls import (
-    UNGUARDED,
-    Entry,
-    eager_apply,
-    entry_of,
-    has_lazy,
-    layout_key,
-    resolved,
-)
+from .calls import UNGUARDED, Entry, eager_apply, entry_of, has_lazy, layout_key, resolved
 from .calls import needs_dispatcher as needs_dispatcher
 from .calls import needs_grad as needs_grad
 from .context_parallel import refuse_shards

@@ -53,9 +53,8 @@ def open_rows(
     as zeros.
     """
     if DESCRIPTOR:
-        rows = tl.maximum(
-            limit, 1
-        )  # a descriptor of no rows is invalid even where nothing is read through it
+        # A descriptor of no rows is invalid even where nothing is read through it
+        rows = tl.maximum(limit, 1)
         return tl.make_tensor_descriptor(
             head_of(x, batch, head), [rows, D], [x.row.to(tl.int64), 1], [ROWS, BLOCK_D]
         )

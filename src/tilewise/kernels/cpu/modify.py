@@ -85,9 +85,8 @@ def slopes_of(s: Tensor, tile: TileIndices) -> list[Tensor]:
     """Derivatives of the score function by what it reads at each target, before `apply`."""
     modifiers, s = tile.modifiers, tile.view(s)
     slopes = (tile.evaluate(x.slope, modifiers.of_score, score=s) for x in modifiers.targets)
-    return [
-        slope.clone() for slope in slopes
-    ]  # one may be the score itself, which changes in place
+    # Copies: one may be the score itself, which changes in place
+    return [slope.clone() for slope in slopes]
 
 
 def add_captured(ds: Tensor, slopes: list[Tensor], tile: TileIndices) -> None:

@@ -136,7 +136,4 @@ def _maxima(*columns_and_flag):
 _LAGS = 0.0, 0.75, 8.0  # without one, of FP8, `rescale.THRESHOLD`
 _COLUMNS = 16, 32  # of a thread, in blocks of 64 and 128 keys
 # What this assembly means to the emulator
-ASM = {
-    **{vote_of(lag): _vote(lag) for lag in _LAGS},
-    **{maxima_of(n): _maxima for n in _COLUMNS},
-}
+ASM = {**{vote_of(lag): _vote(lag) for lag in _LAGS}, **{maxima_of(n): _maxima for n in _COLUMNS}}

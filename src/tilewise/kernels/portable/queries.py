@@ -9,14 +9,7 @@ import triton.language as tl
 
 from ...tile.types import Sequence, SequenceOffsets
 from ..common.bwd_step import RowStats, load_lse, recompute, stats_rows
-from ..common.io import (
-    from_row,
-    load_once,
-    load_rows,
-    load_stats,
-    multiply_rows,
-    open_rows,
-)
+from ..common.io import from_row, load_once, load_rows, load_stats, multiply_rows, open_rows
 from ..common.keys import open_keys
 
 

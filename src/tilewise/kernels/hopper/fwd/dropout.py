@@ -88,7 +88,4 @@ def _select(dtype):
 
 
 # What this assembly means to the emulator
-ASM = {
-    selection("bf16"): _select(torch.bfloat16),
-    selection("f16"): _select(torch.float16),
-}
+ASM = {selection("bf16"): _select(torch.bfloat16), selection("f16"): _select(torch.float16)}

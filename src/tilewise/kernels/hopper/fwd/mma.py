@@ -12,11 +12,7 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma, warpgroup_mma_wait
 
 from ....tile.seqlen import modifiers_of
 from ....tile.softmax import exponentials
@@ -24,14 +20,7 @@ from ..bias import copied_bias, release_bias
 from ..layouts import accumulator, column_groups, row_of
 from ..operands import add_sums, as_operand, operand, row_factor, row_sums, whole_sums
 from ..pipeline import advance, parity_of, release_by_threads, start, wait_full
-from ..rescale import (
-    THRESHOLD,
-    exponentials_in,
-    in_exponent,
-    lagging_max,
-    rescale,
-    rescale_factors,
-)
+from ..rescale import THRESHOLD, exponentials_in, in_exponent, lagging_max, rescale, rescale_factors
 from ..row_max import integers_suffice
 from ..work import END, KernelCall, key_block
 from .dropout import from_pairs

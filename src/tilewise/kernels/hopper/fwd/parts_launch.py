@@ -51,7 +51,7 @@ def count_of(tiles: int, sms: int, blocks: int = BLOCKS) -> int:
     return best if tiles < sms and time(best) <= MOST_TIME * whole else 1
 
 
-def whole_of(tiles: int, count: int, sms: int, blocks: int = BLOCKS) -> int:
+def whole_of(tiles: int, count: int, sms: int) -> int:
     """How many of a call's `tiles`, each of `count` parts, have one program: all, or whole turns of
     the SMs, or none.
 
@@ -60,8 +60,8 @@ def whole_of(tiles: int, count: int, sms: int, blocks: int = BLOCKS) -> int:
     """
 
     def time(whole: int) -> float:
-        parts = triton.cdiv((tiles - whole) * count, sms) * (blocks / count + COST_OF_STATE)
-        return triton.cdiv(whole, sms) * (blocks + COST_WITHIN * count) + parts
+        parts = triton.cdiv((tiles - whole) * count, sms) * (BLOCKS / count + COST_OF_STATE)
+        return triton.cdiv(whole, sms) * (BLOCKS + COST_WITHIN * count) + parts
 
     return min((0, tiles // sms * sms, tiles), key=time)
 
