@@ -358,10 +358,8 @@ def test_no_assembly_is_left_out():
         tested |= {text_of(bwd_dropout.conversion(kind, *x)) for x in flags}
     tested |= {"tanh.approx.f32 $0, $1;", text_of(bias.WIDEN), fp8_operand.EXPONENTIALS.value}
     tested |= {transpose.AWAIT, transpose.FENCE}
-    tested |= {
-        dependents.START.value,
-        dependents.WAIT.value,
-    }  # between launches: they compute nothing
+    # Between launches, and where a program is: they compute nothing
+    tested |= {x.value for x in (dependents.START, dependents.WAIT, dependents.SM)}
     tested |= {runs.AWAIT, dropout_bits._AT_LEAST, text_of(bwd_dropout.selection())}
     known = (
         assembly.ASM

@@ -11,11 +11,13 @@ import triton.language as tl
 from helpers.records import NOTHING, features
 from helpers.tiers import sample_rows
 
+from tilewise.kernels.hopper.decode.numbers import rates_of
 from tilewise.testing import interpret
 from tilewise.tile.split_schedule import (
     Hint,
     Share,
     SplitSizes,
+    decoding_programs,
     divide_equally,
     find_alternating,
     find_sequence,
@@ -82,6 +84,15 @@ def share_kernel(
     found = divide_equally(sequence_at(programs * 0, call, FEATURES).pieces, share)
     tl.store(out, found.length)
     tl.store(out + 1, found.parts)
+
+
+@triton.jit
+def sms_kernel(
+    out, sms, optionals, sizes, numbers, FEATURES: tl.constexpr, RATES: tl.constexpr
+):  # fmt: skip
+    """How many SMs decode."""
+    lane, call = tl.arange(0, 32), SplitCall(optionals, sizes, numbers)
+    tl.store(out, decoding_programs(lane, sms, call, FEATURES, TOKENS=4, RATES=RATES))
 
 
 @triton.jit
@@ -174,6 +185,33 @@ def test_equal_parts_of_a_tile(batch, keys, room, expected):
     of = features(GROUP=GROUP, SEQUSED_K=True)
     interpret(share_kernel)[(1,)](found, 132, optionals, sizes, NUMBERS, FEATURES=of, TOKENS=16)
     assert tuple(found.tolist()) == expected
+
+
+STEPS = {
+    "alike": ([1] * 63 + [2048], 8192, [48, 58, 68]),
+    "equal parts": ([1] * 28 + [512] * 4, 8192, [28, 32, 41]),
+    "one decode": ([1, 2048], 8192, [2, 2, 2]),
+    "a short chunk": ([1] * 63 + [64], 8192, [82, 104, 95]),
+    "decodes alone": ([1] * 40 + [63], 8192, [132, 132, 132]),
+    "a chunk alone": ([2048], 8192, [2, 2, 1]),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_how_many_sms_decode_beside_chunks(name):
+    """A key costs as much as it does of 16 bits, of 8, and where an SM has one program."""
+    queries, keys, expected = STEPS[name]
+    starts = torch.tensor([0, *queries]).cumsum(0, dtype=torch.int32)
+    used = torch.full((len(queries),), keys, dtype=torch.int32)
+    optionals = NOTHING._replace(seqused_k=used, cu_seqlens_q=starts)
+    sizes = SplitSizes(len(queries), 8, int(starts[-1]), keys, len(queries), 512, 2**20)
+    of = FEATURES._replace(CHUNK=64)
+    found = torch.zeros(3, dtype=torch.int32)
+    for i, rates in enumerate((rates_of("", 2), rates_of("e4m3", 2), rates_of("", 1))):
+        interpret(sms_kernel)[(1,)](
+            found[i:], 132, optionals, sizes, NUMBERS, FEATURES=of, RATES=rates
+        )
+    assert found.tolist() == expected
 
 
 def in_order(queries, lengths, programs, heads=2, room=2**20):

@@ -37,9 +37,6 @@ LAST = tl.constexpr(2**31 - 1)  # a number past all parts
 MOST, MANY = tl.constexpr(2**15), tl.constexpr(2**25)
 LONG_ROWS = tl.constexpr(64)  # with more, tiles wait for tensor cores rather than for memory
 CHUNK_ROWS = tl.constexpr(128)  # of a tile of the training forward
-# Time of a key in such a tile over that of a key in a tile of decoding. Six steps on an H100, the
-# mean of FlashAttention-3's time over ours: 1.102; with 1.5, 1.8 and 2.2 1.080, 1.027 and 0.930
-COST_OF_CHUNK = tl.constexpr(1.2)
 FOLD_ROWS, FOLD_COLUMNS = tl.constexpr(8), tl.constexpr(32)  # of a slice of the output
 
 
@@ -145,10 +142,10 @@ def sequence_at(batch, call, FEATURES: tl.constexpr):
 
 
 @triton.jit
-def decoding_programs(lane, programs, call, FEATURES: tl.constexpr, TOKENS: tl.constexpr):
-    """How many programs decode: all, unless there are chunks, to which the others leave their SMs
-    at once. Both kinds are then done at about the same time.
-    """
+def decoding_programs(
+    lane, programs, call, FEATURES: tl.constexpr, TOKENS: tl.constexpr, RATES: tl.constexpr
+):
+    """How many SMs decode, by a launch's `Rates`, so that both kinds end at about the same time."""
     decodes, chunks, first = programs * 0.0, programs * 0.0, programs * 0
     while first < call.sizes.batch:
         batch = first + lane
@@ -163,9 +160,12 @@ def decoding_programs(lane, programs, call, FEATURES: tl.constexpr, TOKENS: tl.c
         decodes += tl.sum(decoded, 0)
         chunks += tl.sum(walked, 0)
         first += GROUP
-    chunks *= COST_OF_CHUNK * FEATURES.GROUP
-    share = (programs * (decodes / tl.maximum(decodes + chunks, 1.0)) + 0.5).to(tl.int32)
-    share = tl.where(chunks > 0, clamp(share, 1, programs), programs)
+    chunks *= RATES.COST_OF_CHUNK * FEATURES.GROUP
+    share = programs * (decodes / tl.maximum(decodes + chunks, 1.0))
+    # SMs that memory has no bytes for delay chunks, by what they ask of the L2 cache
+    share = tl.minimum(share, 0.5 * (share + RATES.ENOUGH * programs)) / RATES.STEP
+    share = clamp((share + 0.5).to(tl.int32) * RATES.STEP, RATES.STEP, high=programs)
+    share = tl.where(chunks > 0, share, programs)
     return tl.sum(tl.where(lane == 0, share, 0), 0)  # the warp's, to the compiler too
 
 

@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ....tile.seqlen import modifiers_of
 from ....tile.splits import SplitState, fold
+from ....tile.types import SplitPipeline
 from ..layouts import accumulator, column_of, row_of
 from ..pipeline import advance, release_by_threads, start, wait_full
 from .barriers import make_ready
@@ -24,6 +25,8 @@ from .rows import rows_at, store_partial, write_rows
 from .scales import k_sequence_scale
 from .swapped import attend_piece_swapped, output_layout
 from .work import END, PART, blocks_of, half_of, receive_work, seen_of
+
+FEWEST = 8  # rows of a tile
 
 
 class Scratch(NamedTuple):
@@ -52,7 +55,7 @@ def attend_partition(
             q_smem = rings.q.buffers.index(q_state.stage * TILE.WARPGROUPS + WG)
             half = half_of(work, WG, FEATURES=FEATURES, TILE=TILE)
             if TILE.WARPGROUPS == 1:
-                state = attend_part(
+                state = attend_rows(
                     half, state, rings, q_smem, smem, output, counters, call, modifiers,
                     FEATURES, TILE,
                 )  # fmt: skip
@@ -80,6 +83,47 @@ def attend_partition(
                     TILE=TILE,
                 )  # fmt: skip
         work = receive_work(rings.messages, messages_state)
+
+
+@gluon.jit
+def attend_rows(
+    work, state, rings, q_smem, smem, output, counters, call, modifiers,
+    FEATURES: gl.constexpr, TILE: gl.constexpr,
+):  # fmt: skip
+    """`attend_part`, as a tile of 8 rows where its queries are no more."""
+    FEW: gl.constexpr = few_of(TILE, FEATURES.CHUNK, FEATURES.GROUP)
+    if FEW.BLOCK_M < TILE.BLOCK_M:
+        if work.seqlen_q - work.start <= FEW.ROWS // FEATURES.GROUP:
+            q_few, smem_few = q_smem.slice(0, FEW.BLOCK_M), few_rows_of(smem, FEW.BLOCK_M)
+            state = attend_part(
+                work, state, rings, q_few, smem_few, output, counters, call, modifiers,
+                FEATURES, FEW,
+            )  # fmt: skip
+        else:
+            state = attend_part(
+                work, state, rings, q_smem, smem, output, counters, call, modifiers, FEATURES, TILE
+            )
+    else:
+        state = attend_part(
+            work, state, rings, q_smem, smem, output, counters, call, modifiers, FEATURES, TILE
+        )
+    return state
+
+
+@gluon.constexpr_function
+def few_of(tile, chunk, group):
+    """The tile of 8 rows. Beside chunks no mean of queries says how many decodes have: mostly one,
+    whose columns of wgmma and exponentials are then half as many.
+    """
+    tile = SplitPipeline(*tile)
+    may_be_fewer = chunk > 0 and tile.SWAPPED and not tile.STATE_IN_SHARED and group <= FEWEST
+    return tile._replace(ROWS=FEWEST, BLOCK_M=FEWEST) if may_be_fewer else tile
+
+
+@gluon.jit
+def few_rows_of(smem, M: gl.constexpr):
+    """The first rows of scratch memory, but of P, of which `swapped.share` takes them."""
+    return Scratch(smem.state, smem.probabilities, smem.maxima.slice(0, M), smem.sums.slice(0, M))
 
 
 @gluon.jit

@@ -151,11 +151,11 @@ def hopper_decode_kernel(
 @gluon.constexpr_function
 def registers_of(cache, programs, is_copy):
     """Registers per thread of a warp that starts copies, or copies rows or their scales itself."""
+    if programs > 1:
+        return 64 if is_copy else 56
     if cache == "":
         return 96 if is_copy else 56
-    if programs == 1:
-        return 112
-    return 64 if is_copy else 56
+    return 112
 
 
 @gluon.jit

@@ -162,6 +162,7 @@ def tile_for(
         row_scales=sum(by_row),
         warpgroups=warpgroups,
         rows=rows_of(problem, cached, batch, chunk),
+        is_beside_chunks=chunk > 0,
     )
 
 

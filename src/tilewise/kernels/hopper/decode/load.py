@@ -14,7 +14,6 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ....tile.split_schedule import (
-    LAST,
     Hint,
     decoding_programs,
     find_alternating,
@@ -26,7 +25,7 @@ from ....tile.types import Table
 from ..compat import tma_load
 from ..pipeline import advance, start, wait_empty
 from ..tile_messages import send
-from ..work import LANE_LAYOUT, fetch_next_tile, fetched_tile, reset_counter
+from ..work import LANE_LAYOUT, fetch_next_tile
 from .entries import (
     first_entries,
     look_up_rows,
@@ -35,6 +34,7 @@ from .entries import (
     pages_of,
     rows_of,
 )
+from .numbers import end_numbers, first_number, next_number, rates_of
 from .rows import clear_unused
 from .scales import copy_row_scales, k_rows, v_rows
 from .work import blocks_of, keys_of, no_more, open_part, open_slice, tile_counter
@@ -61,10 +61,11 @@ def load_partition(sources, rings, counters, call, FEATURES: gl.constexpr, TILE:
     programs = gl.cdiv(gl.num_programs(0), TILE.PROGRAMS)
     if FEATURES.CHUNK > 0:
         TOKENS: gl.constexpr = ROWS // FEATURES.GROUP
-        programs = decoding_programs(lane, programs, call=call, FEATURES=FEATURES, TOKENS=TOKENS)
+        RATES: gl.constexpr = rates_of(TILE.CACHE, TILE.PROGRAMS)
+        programs = decoding_programs(lane, programs, call, FEATURES, TOKENS=TOKENS, RATES=RATES)
     share = share_of(lane, programs, call=call, FEATURES=FEATURES, TOKENS=ROWS // FEATURES.GROUP)
     messages_state, state = start(), start()
-    number = first_number(programs, FEATURES)
+    number = first_number(programs, counters, FEATURES=FEATURES, TILE=TILE)
     if TILE.WARPGROUPS == 1:
         streams = Hint(0, 0, rows=0, pieces=0)
     else:
@@ -87,7 +88,7 @@ def load_partition(sources, rings, counters, call, FEATURES: gl.constexpr, TILE:
         if FETCHES_LATE:
             wait_empty(rings.messages, advance(messages_state, 2))  # all have received this part
             fetched = fetch_next_tile(counters, True)
-        number = next_number(fetched, programs, FEATURES=FEATURES)
+        number = next_number(fetched, programs, FEATURES=FEATURES, TILE=TILE)
         part, streams = find_part(number, streams, lane, share, call, FEATURES, TILE)
     parts = part.stop
     # Numbers past the parts are slices of folds. All parts were handed out before them, to programs
@@ -102,32 +103,11 @@ def load_partition(sources, rings, counters, call, FEATURES: gl.constexpr, TILE:
         await_parts(work, counters, call=call, FEATURES=FEATURES)
         send(rings.messages, messages_state, fields=work)
         messages_state = advance(messages_state, 2)
-        number = next_number(fetched, programs, FEATURES=FEATURES)
+        number = next_number(fetched, programs, FEATURES=FEATURES, TILE=TILE)
         hint = part.hint
         part = find_sequence(number, hint, lane, share, call, True, EQUALLY, FEATURES, FOLDED, DV)
-    if FEATURES.CHUNK > 0:
-        reset_counter(counters, number, tiles=part.stop, programs=programs)
-    else:
-        reset_counter(counters, number, tiles=part.stop)
+    end_numbers(number, part.stop, programs, counters=counters, FEATURES=FEATURES, TILE=TILE)
     send(rings.messages, messages_state, fields=no_more())
-
-
-@gluon.jit
-def first_number(programs, FEATURES: gl.constexpr):
-    """The number that a program begins with; none of those that leave their SM to chunks."""
-    if FEATURES.CHUNK > 0:
-        return gl.where(gl.program_id(0) < programs, gl.program_id(0), LAST)
-    else:
-        return gl.program_id(0)
-
-
-@gluon.jit
-def next_number(fetched, programs, FEATURES: gl.constexpr):
-    """The number after it."""
-    if FEATURES.CHUNK > 0:
-        return fetched_tile(fetched, programs)
-    else:
-        return fetched_tile(fetched)
 
 
 @gluon.constexpr_function

@@ -141,6 +141,8 @@ def share(p, n, smem, rings, state, call, TILE: gl.constexpr):
         scales = rings.v_scales.index(state.stage).load(column_of(p.type.layout))
         p = p * scales[None, :]
     p_smem = smem.probabilities.index(n // TILE.BLOCK_N % 2)
+    if p.shape[0] < p_smem.shape[0]:
+        p_smem = p_smem.slice(0, p.shape[0])
     p_smem.store(p.to(p_smem.dtype))
     fence_async_shared()  # what threads wrote, before wgmma reads it
     return p_smem

@@ -35,10 +35,12 @@ def tile_of(
     row_scales: int = 0,
     warpgroups: int = 1,
     rows: int = ROWS,
+    is_beside_chunks: bool = False,
 ) -> SplitPipeline:
     """One tile for a problem and its cache's dtype, whatever its lengths: a row's bits depend on
-    it, but neither on how many `rows` it has nor on how its keys are copied. `row_scales` counts
-    the sides, of keys and values, whose rows have their own scales.
+    it, but neither on how many `rows` it has nor on how its keys are copied, nor on whether it
+    `is_beside_chunks`. `row_scales` counts the sides, of keys and values, whose rows have their own
+    scales.
     """
     block_d, block_dv = (
         max(64, triton.next_power_of_2(d)) for d in (problem.headdim, problem.headdim_v)
@@ -52,23 +54,58 @@ def tile_of(
     if kept in CACHES:
         return eight_bit_tile(CACHES[kept], shape, rows=rows, row_scales=row_scales, by_tma=by_tma)
     if rows < ROWS:
-        return few_rows_tile(shape, rows, by_tma=by_tma)
+        return few_rows_tile(shape, rows, by_tma=by_tma, is_beside_chunks=is_beside_chunks)
     is_wide = block_dv > 128
     q_stages = 1 if is_wide else 2
     used = 2 * q_stages * ROWS * block_d + 4 * ROWS * block_dv * is_wide + 1024
     stage = 2 * block_n * (block_d + block_dv)
     stages = min((SHARED_MEMORY["sm90"] - used) // stage, 8)
-    return SplitPipeline(ROWS, *shape, stages, q_stages, by_tma, STATE_IN_SHARED=is_wide)
+    return SplitPipeline(
+        ROWS, block_n, block_d, block_dv, stages, q_stages, by_tma, STATE_IN_SHARED=is_wide
+    )
 
 
-def few_rows_tile(shape: tuple[int, int, int], rows: int, by_tma: bool) -> SplitPipeline:
-    """The tile of a decode, of 8 to 32 rows."""
+def few_rows_tile(
+    shape: tuple[int, int, int], rows: int, by_tma: bool, is_beside_chunks: bool = False
+) -> SplitPipeline:
+    """The tile of a decode, of 8 to 32 rows. Beside chunks an SM has two programs, where each has
+    room for three blocks: one reads 44 to 51 bytes a ns, two 69, so that chunks have more SMs.
+    """
     block_n, block_d, block_dv = shape
     q_stages = 1 if rows > 16 and max(block_d, block_dv) > 128 else 2
-    room = SHARED_MEMORY["sm90"] - 1024 - rows * swapped_row(shape, q_stages)
-    stages = min(room // (2 * block_n * (block_d + block_dv)), 8)
-    tile = SplitPipeline(rows, block_n, block_d, block_dv, stages, q_stages, by_tma, False)
-    return tile._replace(BLOCK_M=rows, SWAPPED=True)
+
+    def stages_of(programs: int) -> int:
+        room = room_of(programs, by_tma) - rows * swapped_row(shape, q_stages)
+        return min(room // (2 * block_n * (block_d + block_dv)), 8)
+
+    programs = 2 if is_beside_chunks and stages_of(2) > 2 else 1
+    return SplitPipeline(
+        ROWS=rows,
+        BLOCK_N=block_n,
+        BLOCK_D=block_d,
+        BLOCK_DV=block_dv,
+        STAGES=stages_of(programs),
+        Q_STAGES=q_stages,
+        BY_TMA=by_tma,
+        STATE_IN_SHARED=False,
+        COPY_WARPS=copy_warps(programs),
+        BLOCK_M=rows,
+        SWAPPED=True,
+        PROGRAMS=programs,
+    )
+
+
+def room_of(programs: int, by_tma: bool) -> int:
+    """Bytes of shared memory of each of an SM's programs. Beside copies by threads Triton has 1,668
+    of its own, else 748.
+    """
+    room = (SHARED_MEMORY["sm90"] + RESERVED) // programs - RESERVED
+    return room - (1024 if by_tma else 2048)
+
+
+def copy_warps(programs: int) -> int:
+    """Warps that copy; of two programs two, as the load warp's group has room for no more."""
+    return 2 if programs > 1 else 4
 
 
 def swapped_row(shape: tuple[int, int, int], q_stages: int) -> int:
@@ -91,11 +128,8 @@ def eight_bit_tile(
     of_row = swapped_row(shape, q_stages) + 4 * block_dv * in_shared  # folded pieces
 
     def stages_of(programs: int) -> int:
-        # Beside copies by threads Triton has 1,668 bytes of its own, else 748
-        room = (SHARED_MEMORY["sm90"] + RESERVED) // programs - RESERVED
-        room -= 1024 if by_tma else 2048
         stage = block_n * (block_d + block_dv + 4 * row_scales)
-        return min((room - rows * of_row) // stage, 8)
+        return min((room_of(programs, by_tma) - rows * of_row) // stage, 8)
 
     programs = 2 if rows <= 32 and stages_of(2) > 1 else 1
     return SplitPipeline(
@@ -107,7 +141,7 @@ def eight_bit_tile(
         Q_STAGES=q_stages,
         BY_TMA=by_tma,
         STATE_IN_SHARED=in_shared,
-        COPY_WARPS=2 if programs > 1 else 4,  # 2 are those that the load warp's group has room for
+        COPY_WARPS=copy_warps(programs),
         CACHE=cache,
         BLOCK_M=rows,
         SWAPPED=True,
