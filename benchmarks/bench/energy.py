@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .sustained import Span
 
 LIBRARY = "libnvidia-ml.so.1"
-BLOCK_MS = 2000.0
+BLOCK_MS = 5000.0
 SAMPLE_S = 0.02
 COUNTER, POWER = "counter", "sampled power"
 LEAD_MS = {COUNTER: 200.0, POWER: 1200.0}  # a reading of power is a mean over its last second

@@ -179,6 +179,28 @@ def test_same_bits_1000_times(headdim):
 
 @pytest.mark.gpu
 @needs_hopper
+@pytest.mark.parametrize(("headdim", "nheads_k"), [(64, 2), (128, 4), (192, 4), (256, 4)])
+def test_dq_is_converted_when_all_its_tiles_have_added(headdim, nheads_k):
+    """While another stream occupies SMs, in memory that held NaN."""
+    torch.manual_seed(0)
+    shapes = (5, 777, 4), (5, 1001, nheads_k), (5, 1001, nheads_k)
+    q, k, v = (torch.randn(*x, headdim, device="cuda", dtype=BF16) for x in shapes)
+    v = v[..., :128] if headdim == 192 else v
+    first = gradients(q, k, v, causal=True)[0].float()
+    noise, other = torch.randn(2048, 2048, device="cuda"), torch.cuda.Stream()
+    worst = torch.zeros((), device="cuda")
+    for repeat in range(150):
+        if repeat % 7 == 0:
+            with torch.cuda.stream(other):
+                noise @ noise
+        torch.full((5, 1024, 4, 256), float("nan"), device="cuda")
+        error = (gradients(q, k, v, causal=True)[0].float() - first).abs().max()
+        worst = torch.maximum(worst, error.nan_to_num(nan=float("inf")))
+    assert worst.item() <= first.abs().max().item() * 2**-7
+
+
+@pytest.mark.gpu
+@needs_hopper
 def test_two_streams_that_alternate():
     """Two launches that hold each other's processors: neither may wait for what is not at work."""
     torch.manual_seed(0)
