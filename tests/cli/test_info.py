@@ -11,6 +11,12 @@ testing = pytest.importorskip("click.testing")
 from tilewise.cli import features, info, machine, tables  # noqa: E402
 
 
+@pytest.fixture(autouse=True)
+def empty_cache(tmp_path, monkeypatch):
+    """This machine's may have many files, of which each command would take the size."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+
+
 def invoke(*arguments):
     done = testing.CliRunner(env={"COLUMNS": "200"}).invoke(info.info, arguments)
     assert done.exit_code == 0, done.output
