@@ -137,7 +137,7 @@ def test_the_library_imports_the_emulator_where_a_kernel_runs():
 def test_triton_is_imported_where_kernels_are():
     """The rest imports without it."""
     where = (
-        *("kernels/portable/", "kernels/hopper/", "kernels/common/relaunch", "kernels/common/io"),
+        *("kernels/portable/", "kernels/hopper/", "kernels/common/direct", "kernels/common/io"),
         *("kernels/common/keys", "kernels/common/triton_key"),
         *("kernels/common/building", "kernels/common/bwd_", "kernels/common/program"),
         *("mods/codegen.py", "tile/", "testing/", "tuning/search.py", "explain/workload.py"),

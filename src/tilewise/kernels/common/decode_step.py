@@ -12,9 +12,9 @@ import torch
 
 from .alignment import ALIGNMENT
 from .cached import READ_NAMES, Cached
+from .direct import may_relaunch
 from .operand import names_of, operands_of
 from .program import Launch, Program
-from .relaunch import may_relaunch
 from .shared_memory import span_of
 from .workspace import Workspace, allocator_of
 

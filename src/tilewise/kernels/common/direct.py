@@ -1,5 +1,6 @@
-"""Launches through a compiled kernel's C launcher, without Triton's Python, with what the launcher
-takes before a kernel's arguments.
+"""Launches through a compiled kernel's C launcher, without Triton's Python, which inspects every
+argument and takes longer than a short kernel runs: whether that may be, and what the launcher takes
+before a kernel's arguments.
 """
 
 from __future__ import annotations
@@ -8,10 +9,24 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+from triton import knobs
+
 from .operand import Encoded, Gap, gaps_in
 from .packed import packed
 
 Relaunch = Callable[[int, Sequence[Any]], None]  # a launch on a stream, of what is in a row
+
+
+def may_relaunch(device: int | None) -> bool:
+    """Whether kernels may be launched without Triton's front end: the device is current, and no
+    profiler has set launch hooks, which must then be called.
+    """
+    runtime = knobs.runtime
+    for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
+        if getattr(hook, "calls", hook):
+            return False
+    return torch._C._cuda_getDevice() == device
 
 
 class Direct:

@@ -19,9 +19,8 @@ from ...emulation import cpu_modes, interpret
 from ...tuning.select import overrides
 from .alignment import ALIGNMENT
 from .building import first_launch, on_device, side_by_side
-from .direct import Relaunch, past_triton, relaunch_of
+from .direct import Relaunch, may_relaunch, past_triton, relaunch_of
 from .operand import Operand, Provided, Within, filled, gaps_in, operands_of
-from .relaunch import may_relaunch
 from .workspace import Workspace, allocator_of, starts_of, tensors_of
 
 Tensor = torch.Tensor

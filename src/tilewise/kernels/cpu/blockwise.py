@@ -50,14 +50,14 @@ def forward(dense: Dense, out: Tensor, lse: Tensor) -> None:
     if out.numel() == 0:
         return
     workspace = Workspace()
-    for x in chunks(dense, lse.dtype):
-        queries, outs = x.by_group(dense.q), x.by_group(out)
-        lses = x.by_group(lse.unsqueeze(-1))
-        for r in rows(dense, block_m(dense)):
-            q = load(queries, r, dtype=lse.dtype) * dense.scalars.scale
-            block = _attend(dense, x, r=r, q=q, workspace=workspace)
-            store(outs, r, tile=block.out)
-            store(lses, r, tile=block.m_i + block.log_l)
+    for chunk in chunks(dense, lse.dtype):
+        queries, outs = chunk.by_group(dense.q), chunk.by_group(out)
+        lses = chunk.by_group(lse.unsqueeze(-1))
+        for block in rows(dense, block_m(dense)):
+            q = load(queries, block, dtype=lse.dtype) * dense.scalars.scale
+            result = _attend(dense, chunk, block=block, q=q, workspace=workspace)
+            store(outs, block, tile=result.out)
+            store(lses, block, tile=result.m_i + result.log_l)
 
 
 def is_large(lse: Tensor) -> bool:
@@ -70,12 +70,12 @@ def is_large(lse: Tensor) -> bool:
     return bool(low < -LARGE or high > LARGE)
 
 
-def _attend(dense: Dense, x: Chunk, r: QueryRange, q: Tensor, workspace: Workspace) -> Rows:
+def _attend(dense: Dense, chunk: Chunk, block: QueryRange, q: Tensor, workspace: Workspace) -> Rows:
     """One block of scaled queries (heads, group * rows, headdim)."""
-    m_i, l_i = first_state(x, q)
-    acc_o = q.new_zeros((*q.shape[:2], x.v.shape[2]))
-    for keys in key_blocks(r):
-        s, indices, *_ = scores(dense, x, r=r, q=q, keys=keys, workspace=workspace)
+    m_i, l_i = first_state(chunk, q)
+    acc_o = q.new_zeros((*q.shape[:2], chunk.v.shape[2]))
+    for keys in key_blocks(block):
+        s, indices, *_ = scores(dense, chunk, block=block, q=q, keys=keys, workspace=workspace)
         m_new = torch.maximum(m_i, s.amax(-1, keepdim=True))
         shift = m_new.masked_fill(m_new == -math.inf, 0)  # the row has seen no key yet
         p = s.sub_(shift).exp_()
@@ -83,7 +83,7 @@ def _attend(dense: Dense, x: Chunk, r: QueryRange, q: Tensor, workspace: Workspa
         l_i = l_i * alpha + p.sum(-1, keepdim=True)
         if indices is not None:
             p = modify.drop(p, indices)
-        acc_o.mul_(alpha).baddbmm_(p, x.v[:, keys])
+        acc_o.mul_(alpha).baddbmm_(p, chunk.v[:, keys])
         m_i = m_new
     acc_o.div_(l_i.masked_fill(l_i == 0, 1))
     return Rows(acc_o, m_i, log_l=l_i.log())
@@ -100,24 +100,24 @@ class Scores(NamedTuple):
 
 def scores(
     dense: Dense,
-    x: Chunk,
-    r: QueryRange,
+    chunk: Chunk,
+    block: QueryRange,
     q: Tensor,
     keys: slice,
     workspace: Workspace,
     has_grads: bool = False,
 ) -> Scores:
     """Scores of scaled queries (heads, group * rows, headdim) and a block of keys."""
-    s = workspace.matmul("s", q, x.k[:, keys].transpose(1, 2))
+    s = workspace.matmul("s", q, chunk.k[:, keys].transpose(1, 2))
     indices, factors, slopes = None, [], []
     cap(s, dense.scalars, factors if has_grads else None)
     if dense.modifiers is not None:
-        indices = modify.indices_of(dense, x, r=r, keys=keys)
+        indices = modify.indices_of(dense, chunk, block=block, keys=keys)
         if has_grads:
             slopes = modify.slopes_of(s, indices)
             factors = modify.derivative_of(s, indices) + factors
         modify.apply(s, indices)
-    bias_and_mask(s, dense, x=x, r=r, keys=keys)
+    bias_and_mask(s, dense, chunk=chunk, block=block, keys=keys)
     return Scores(s, indices, factors=factors, slopes=slopes)
 
 
@@ -133,33 +133,36 @@ def backward(
             grad.zero_()
         return
     workspace, dtype, has_large = Workspace(), lse.dtype, is_large(lse)
-    for x in chunks(dense, dtype):
-        queries, dqs, douts, outs = (x.by_group(t) for t in (dense.q, grads.dq, dout, out))
-        lses = x.by_group(lse.unsqueeze(-1))
-        dlses = None if dlse is None else x.by_group(dlse.unsqueeze(-1))
-        dk, dv = (t.new_zeros(t.shape) for t in (x.k, x.v))
-        for r in rows(dense, block_m(dense)):
-            q, do = load(queries, r, dtype=dtype) * dense.scalars.scale, load(douts, r, dtype=dtype)
-            out_rows, row_lse, log_l = load(outs, r, dtype=dtype), load(lses, r, dtype=dtype), None
+    for chunk in chunks(dense, dtype):
+        queries, dqs, douts, outs = (chunk.by_group(t) for t in (dense.q, grads.dq, dout, out))
+        lses = chunk.by_group(lse.unsqueeze(-1))
+        dlses = None if dlse is None else chunk.by_group(dlse.unsqueeze(-1))
+        sums = grads._replace(
+            dk=chunk.k.new_zeros(chunk.k.shape), dv=chunk.v.new_zeros(chunk.v.shape)
+        )
+        for block in rows(dense, block_m(dense)):
+            do, out_rows, row_lse = (load(t, block, dtype=dtype) for t in (douts, outs, lses))
+            q, log_l = load(queries, block, dtype=dtype) * dense.scalars.scale, None
             if has_large:
-                out_rows, row_lse, log_l = _attend(dense, x, r=r, q=q, workspace=workspace)
+                again = _attend(dense, chunk, block=block, q=q, workspace=workspace)
+                out_rows, row_lse, log_l = again
             delta = (do * out_rows).sum(-1, keepdim=True)
             if dlses is not None:
-                delta -= load(dlses, r, dtype=dtype)
+                delta -= load(dlses, block, dtype=dtype)
             row_lse = row_lse.masked_fill(row_lse == -math.inf, math.inf)  # P is 0 in such a row
-            block = QueryRows(q, do, delta=delta, lse=row_lse, log_l=log_l)
-            targets = dk, dv, grads.dbias
-            dq = _attend_backward(dense, x, r=r, block=block, targets=targets, workspace=workspace)
-            store(dqs, r, tile=dq)
-            add_gradient_of_tile(grads, x, delta=delta, lse=row_lse, log_l=log_l)
-        for grad, acc in ((grads.dk, dk), (grads.dv, dv)):
-            target = grad[x.batch, x.heads]
+            inputs = QueryRows(block, q, do=do, delta=delta, lse=row_lse, log_l=log_l)
+            dq = _attend_backward(dense, chunk, inputs=inputs, sums=sums, workspace=workspace)
+            store(dqs, block, tile=dq)
+            add_gradient_of_tile(grads, chunk, delta=delta, lse=row_lse, log_l=log_l)
+        for grad, acc in ((grads.dk, sums.dk), (grads.dv, sums.dv)):
+            target = grad[chunk.batch, chunk.heads]
             target.copy_(acc.view(target.shape))
 
 
 class QueryRows(NamedTuple):
-    """What the backward reads of one block of queries, (heads, group * rows, ...)."""
+    """A block of queries, and what the backward reads of it, (heads, group * rows, ...)."""
 
+    block: QueryRange
     q: Tensor  # scaled
     do: Tensor
     delta: Tensor
@@ -168,22 +171,19 @@ class QueryRows(NamedTuple):
 
 
 def _attend_backward(
-    dense: Dense,
-    x: Chunk,
-    r: QueryRange,
-    block: QueryRows,
-    targets: tuple[Tensor, Tensor, Tensor | None],
-    workspace: Workspace,
+    dense: Dense, chunk: Chunk, inputs: QueryRows, sums: Grads, workspace: Workspace
 ) -> Tensor:
-    """dQ of one block of queries; adds its share to the targets, dk, dv and dbias."""
-    q, do, delta, lse, log_l = block
-    dk, dv, dbias = targets
+    """dQ of one block of queries; adds its share to the sums of dk, dv and dbias."""
+    block, q, do, delta, lse, log_l = inputs
+    dk, dv, dbias = sums.dk, sums.dv, sums.dbias
     dq = torch.zeros_like(q)
-    for keys in key_blocks(r):
-        tile = scores(dense, x, r=r, q=q, keys=keys, workspace=workspace, has_grads=True)
+    for keys in key_blocks(block):
+        tile = scores(
+            dense, chunk, block=block, q=q, keys=keys, workspace=workspace, has_grads=True
+        )
         s = tile.s.sub_(lse)
         p = (s if log_l is None else s.sub_(log_l)).exp_()
-        dp = workspace.matmul("dp", do, x.v[:, keys].transpose(1, 2))
+        dp = workspace.matmul("dp", do, chunk.v[:, keys].transpose(1, 2))
         dropped = p
         if tile.indices is not None:
             dropped, dp = modify.drop(p, tile.indices), modify.drop(dp, tile.indices)
@@ -197,5 +197,5 @@ def _attend_backward(
         for factor in tile.factors:
             ds.mul_(factor)
         dk[:, keys].baddbmm_(ds.transpose(1, 2), q)
-        dq.baddbmm_(ds, x.k[:, keys])
+        dq.baddbmm_(ds, chunk.k[:, keys])
     return dq.mul_(dense.scalars.scale)

@@ -39,14 +39,14 @@ class TileIndices(NamedTuple):
         return evaluate(expr, b, h=h, q_idx=q_idx, k_idx=k_idx, tensors=tensors, score=score)
 
 
-def indices_of(dense: Dense, x: Chunk, r: QueryRange, keys: slice) -> TileIndices:
+def indices_of(dense: Dense, chunk: Chunk, block: QueryRange, keys: slice) -> TileIndices:
     """The indices of a block of queries and a block of keys."""
-    batch = range(dense.q.shape[0])[x.batch]
-    heads = range(dense.k.shape[1])[x.heads]
+    batch = range(dense.q.shape[0])[chunk.batch]
+    heads = range(dense.k.shape[1])[chunk.heads]
     b = positions(batch.start, batch.stop) + dense.modifiers.first
     b = b.view(-1, 1, 1, 1, 1)
-    h = positions(heads.start * x.group, heads.stop * x.group).view(-1, x.group, 1, 1)
-    q_idx, k_idx = positions(r.start, r.stop).unsqueeze(1), positions(keys.start, keys.stop)
+    h = positions(heads.start * chunk.group, heads.stop * chunk.group).view(-1, chunk.group, 1, 1)
+    q_idx, k_idx = positions(block.start, block.stop).unsqueeze(1), positions(keys.start, keys.stop)
     return TileIndices(b, h, q_idx=q_idx, k_idx=k_idx, modifiers=dense.modifiers)
 
 

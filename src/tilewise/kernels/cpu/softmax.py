@@ -70,12 +70,12 @@ def fold_spans(state: SplitState) -> SplitState:
 # sinks
 
 
-def first_state(x: Chunk, q: Tensor) -> tuple[Tensor, Tensor]:
+def first_state(chunk: Chunk, q: Tensor) -> tuple[Tensor, Tensor]:
     """m and l of a block of queries (heads, group * rows, headdim) that has seen no key."""
     heads, nrows, _ = q.shape
-    if x.extras.sinks is None:
+    if chunk.extras.sinks is None:
         return q.new_full((heads, nrows, 1), -math.inf), q.new_zeros(heads, nrows, 1)
-    m_i = x.extras.sinks.expand(-1, -1, nrows // x.group, -1).reshape(heads, nrows, 1)
+    m_i = chunk.extras.sinks.expand(-1, -1, nrows // chunk.group, -1).reshape(heads, nrows, 1)
     return m_i, (m_i > -math.inf).to(q.dtype)
 
 
@@ -107,15 +107,15 @@ def add_gradient(grads: Grads, extras: Extras, dout: Tensor, out: Tensor, lse: T
 
 
 def add_gradient_of_tile(
-    grads: Grads, x: Chunk, delta: Tensor, lse: Tensor, log_l: Tensor | None
+    grads: Grads, chunk: Chunk, delta: Tensor, lse: Tensor, log_l: Tensor | None
 ) -> None:
     """Adds the gradient of the sinks in a block of queries (heads, group * rows, 1)."""
-    sinks = x.extras.sinks
+    sinks = chunk.extras.sinks
     if sinks is not None and grads.dsinks is not None:
-        by_head = (sinks.shape[0], x.group, -1, 1)
+        by_head = (sinks.shape[0], chunk.group, -1, 1)
         s = sinks - lse.view(by_head)
         if log_l is not None:
             s = s - log_l.view(by_head)
         ds = torch.exp(s) * delta.view(by_head)
-        target = grads.dsinks.unflatten(0, (-1, x.group))[x.heads]
+        target = grads.dsinks.unflatten(0, (-1, chunk.group))[chunk.heads]
         target.sub_(ds.sum((2, 3)).view((-1, *target.shape)).sum(0))

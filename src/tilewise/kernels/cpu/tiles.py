@@ -68,14 +68,14 @@ def _chunk(dense: Dense, batch: slice, heads: slice, dtype: torch.dtype) -> Chun
     return Chunk(batch, heads, group=group, k=k, v=v, extras=extras)
 
 
-def load(x: Tensor, r: QueryRange, dtype: torch.dtype) -> Tensor:
+def load(x: Tensor, block: QueryRange, dtype: torch.dtype) -> Tensor:
     """A block of rows of `by_group`, (heads, group * rows, headdim)."""
-    return x[:, :, :, r.start : r.stop].to(dtype).flatten(2, 3).flatten(0, 1)
+    return x[:, :, :, block.start : block.stop].to(dtype).flatten(2, 3).flatten(0, 1)
 
 
-def store(x: Tensor, r: QueryRange, tile: Tensor) -> None:
+def store(x: Tensor, block: QueryRange, tile: Tensor) -> None:
     """The inverse of `load`."""
-    target = x[:, :, :, r.start : r.stop]
+    target = x[:, :, :, block.start : block.stop]
     target.copy_(tile.view(target.shape))
 
 
@@ -99,30 +99,30 @@ def positions(start: int, stop: int) -> Tensor:
     return torch.arange(start, stop, device="cpu")
 
 
-def key_blocks(r: QueryRange) -> list[slice]:
+def key_blocks(block: QueryRange) -> list[slice]:
     """Blocks of the keys that a block of queries sees."""
-    starts = range(r.first, r.last, BLOCK_N)
-    return [slice(start, min(start + BLOCK_N, r.last)) for start in starts]
+    starts = range(block.first, block.last, BLOCK_N)
+    return [slice(start, min(start + BLOCK_N, block.last)) for start in starts]
 
 
-def bias_and_mask(s: Tensor, dense: Dense, x: Chunk, r: QueryRange, keys: slice) -> None:
+def bias_and_mask(s: Tensor, dense: Dense, chunk: Chunk, block: QueryRange, keys: slice) -> None:
     """Adds ALiBi to the scores of a block of keys, and hides those outside of the band."""
     start, stop = keys.start, keys.stop
-    s = s.view(s.shape[0], x.group, r.stop - r.start, stop - start)
-    slopes = x.extras.alibi_slopes
+    s = s.view(s.shape[0], chunk.group, block.stop - block.start, stop - start)
+    slopes = chunk.extras.alibi_slopes
     if slopes is not None:
-        q_idx, k_idx = positions(r.start, r.stop), positions(start, stop)
+        q_idx, k_idx = positions(block.start, block.stop), positions(start, stop)
         distance = (q_idx.unsqueeze(1) + dense.diagonal - k_idx).abs()
         s.addcmul_(slopes, distance.to(s.dtype), value=-1)
     # The partial blocks: some query does not see keys before full_first or from full_last on.
-    for a, b in ((start, min(stop, r.full_first)), (max(start, r.full_last), stop)):
+    for a, b in ((start, min(stop, block.full_first)), (max(start, block.full_last), stop)):
         if a < b:
-            s[..., a - start : b - start].masked_fill_(_hidden(dense, r, a, b), -math.inf)
+            s[..., a - start : b - start].masked_fill_(_hidden(dense, block, a, b), -math.inf)
 
 
-def _hidden(dense: Dense, r: QueryRange, start: int, stop: int) -> Tensor:
-    q_idx, k_idx = positions(r.start, r.stop).unsqueeze(1), positions(start, stop)
-    hidden = torch.zeros(r.stop - r.start, stop - start, dtype=torch.bool, device="cpu")
+def _hidden(dense: Dense, block: QueryRange, start: int, stop: int) -> Tensor:
+    q_idx, k_idx = positions(block.start, block.stop).unsqueeze(1), positions(start, stop)
+    hidden = torch.zeros(block.stop - block.start, stop - start, dtype=torch.bool, device="cpu")
     left, right, diagonal = dense.scalars.left, dense.scalars.right, dense.diagonal
     if left >= 0:
         hidden |= ~predicates.within_left(q_idx, k_idx, diagonal=diagonal, left=left)
