@@ -174,8 +174,8 @@ def run_packed(x, page_size=16, seed=0, **options):
 @pytest.mark.parametrize("name", sample(FEATURES, "causal"))
 def test_packed_chunks_have_the_bits_of_those_in_a_batch(name, page_size, served):
     """Beside decodes, whose rows are others' launch."""
-    queries = [1, QUERIES, 0, 3, QUERIES]
-    x = quantised(queries, [300, 133, 90, 5, 70], E4M3, "sequence", headdims=(64, 64))
+    queries, heads = [1, QUERIES, 0, 3, QUERIES], (4, 1)  # in tiles of 8 rows and of 16
+    x = quantised(queries, [300, 133, 90, 5, 70], E4M3, "sequence", heads, headdims=(64, 64))
     found = run_packed(x, page_size, **FEATURES[name])
     assert served == [True]
     for i, count in enumerate(queries):
