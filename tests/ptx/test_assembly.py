@@ -15,9 +15,10 @@ from tilewise.kernels.hopper.bwd import dropout as bwd_dropout
 from tilewise.kernels.hopper.bwd import dropout_bits
 from tilewise.kernels.hopper.decode import eight_bits
 from tilewise.kernels.hopper.fwd import dropout as fwd_dropout
-from tilewise.kernels.hopper.fwd import fp8_operand, runs, transpose
+from tilewise.kernels.hopper.fwd import fp8_operand, pairs, runs, transpose
 
 BF16, FP16 = torch.bfloat16, torch.float16
+KINDS = "bf16", "f16"  # as PTX names them
 BYTES = np.arange(256, dtype=np.uint8)
 SPECIAL = [0.0, -0.0, np.inf, -np.inf, np.nan, 1e-40, -1e-40, 3e38, 1.0, -1.0, 2.0**-126, 448.0]
 
@@ -277,6 +278,16 @@ def test_drop_pairs(kind):
     assert (found == expected.numpy().astype(np.uint32)).all()
 
 
+@pytest.mark.parametrize("kind", ["bf16", "f16"])
+def test_pairs(kind):
+    even, odd = floats(seed=14), floats(seed=15)[::-1].copy()
+    text = text_of(pairs.rounding(kind))
+    (found,) = assemble(text, "=r,r,r", even, odd)
+    expected = pairs.ASM[text](tensor(even), tensor(odd))
+    dtype = BF16 if kind == "bf16" else FP16
+    assert_bits(tensor(found.view(np.int32)).view(dtype), expected.view(dtype))
+
+
 def test_selection_by_bits():
     """A word of bits for a thread's 32 elements of (64, 64)."""
     x, other = (floats(64 * 64, seed=n).reshape(64, 64) for n in (12, 13))
@@ -352,8 +363,8 @@ def test_no_assembly_is_left_out():
     tested |= {text_of(row_max.maxima_of(n)) for n in row_max._COLUMNS}
     tested |= {text_of(hide.selection(*way)) for way in hide._WAYS}
     tested |= {text_of(hide.selection_in_warp(n)) for n in (8, 16, 32, 64)}
-    tested |= {text_of(fwd_dropout.selection(kind)) for kind in ("bf16", "f16")}
-    for kind in ("bf16", "f16"):
+    tested |= {text_of(x(kind)) for x in (fwd_dropout.selection, pairs.rounding) for kind in KINDS}
+    for kind in KINDS:
         flags = [(a, b) for a in (False, True) for b in (False, True)]
         tested |= {text_of(bwd_dropout.conversion(kind, *x)) for x in flags}
     tested |= {"tanh.approx.f32 $0, $1;", text_of(bias.WIDEN), fp8_operand.EXPONENTIALS.value}
@@ -368,6 +379,7 @@ def test_no_assembly_is_left_out():
         | fp8_operand.ASM
         | bwd_dropout.ASM
         | fwd_dropout.ASM
+        | pairs.ASM
         | transpose.ASM
     )
     assert tested == known.keys()

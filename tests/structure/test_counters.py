@@ -10,14 +10,14 @@ from helpers.counters import count
 AT_LEAST = {"arguments by keyword, percent": 18.7}
 AT_MOST = {
     # Sizes
-    "lines": 54_475,
+    "lines": 54_530,
     "files that name softcap": 28,
     "files that name sinks": 36,
     "files attention() imports": 40,
     "lines attention() imports": 5_683,
     # One record, one dispatcher, one file of checks, one way to launch
     "records per 1,000 lines, host": 3.08,
-    "records per 1,000 lines, device": 6.40,
+    "records per 1,000 lines, device": 6.39,
     "records built at one place, host": 20,
     "records built at one place, device": 56,
     "launching classes": 3,

@@ -18,7 +18,8 @@ from tilewise.kernels.hopper.bwd import dropout as bwd_dropout
 from tilewise.kernels.hopper.bwd.dropout import select
 from tilewise.kernels.hopper.bwd.dropout_bits import draw_keep_bits
 from tilewise.kernels.hopper.fwd import dropout
-from tilewise.kernels.hopper.fwd.dropout import drop_pairs, from_pairs
+from tilewise.kernels.hopper.fwd.dropout import drop_pairs
+from tilewise.kernels.hopper.fwd.pairs import from_pairs
 from tilewise.kernels.hopper.layouts import accumulator, column_of, row_of
 from tilewise.testing import build, emulate, interpret
 from tilewise.tile.dropout import keep_mask, philox, stream_of

@@ -3,7 +3,6 @@ pessimise.
 
 The mask as a comparison and a `where` takes a third to a half more instructions: the optimiser
 multiplies by other constants for each byte of a word, and packs a tile's comparisons into integers.
-And it unpacks 16-bit elements that are carried by a loop: two instructions, to move one register.
 """
 
 import torch
@@ -12,6 +11,7 @@ from triton.experimental.gluon import language as gl
 
 from ....tile.dropout import byte_of, group_words, key_group, query_group, word_of
 from ..layouts import column_of, pairs_of, row_of
+from .pairs import neighbours
 
 
 @gluon.constexpr_function
@@ -43,8 +43,7 @@ def drop_pairs(p, stream, m_start, n_start, rows, threshold, dtype: gl.constexpr
     """
     N: gl.constexpr = p.shape[1] // 2
     LAYOUT: gl.constexpr = pairs_of(N)
-    even, odd = gl.split(p.reshape([64, N, 2]))
-    even, odd = gl.convert_layout(even, LAYOUT), gl.convert_layout(odd, LAYOUT)
+    even, odd = neighbours(p)
     rows = gl.convert_layout(rows, row_of(LAYOUT))[:, None]
     columns = 2 * gl.arange(0, N, column_of(LAYOUT))[None, :]
     group_q = (query_group(m_start) + query_group(rows)).to(gl.uint32)
@@ -66,14 +65,6 @@ def drop_pairs(p, stream, m_start, n_start, rows, threshold, dtype: gl.constexpr
         is_pure=True,
         pack=1,
     )
-
-
-@gluon.jit
-def from_pairs(pairs, dtype: gl.constexpr):
-    """The tile, (64, BLOCK_N)."""
-    even = pairs.to(gl.int16).to(dtype, bitcast=True)
-    odd = (pairs >> 16).to(gl.int16).to(dtype, bitcast=True)
-    return gl.join(even, odd).reshape([64, 2 * pairs.shape[1]])
 
 
 def _select(dtype):

@@ -40,7 +40,7 @@ from ..launch import Launch, programs_of
 from ..layouts import column_groups
 from ..padded import Readable, is_flat, is_padded, is_readable, padded_width
 from ..tile_counter import tile_counter
-from . import dropout, runs
+from . import dropout, pairs, runs
 from .eight_bit_kernel import OUT_COLUMNS, hopper_eight_bit_fwd_kernel
 from .epilogue import out_columns
 from .kernel import hopper_fwd_kernel
@@ -145,7 +145,7 @@ class ForwardLaunch(Launch):
     """A launch of this kernel."""
 
     __slots__ = ()
-    asm = assembly.ASM | dropout.ASM | runs.ASM | eight_bits.ASM
+    asm = assembly.ASM | dropout.ASM | pairs.ASM | runs.ASM | eight_bits.ASM
 
 
 def launch_of(plan: Plan, args: dict[str, Any], **options: Any) -> Launch:

@@ -23,8 +23,8 @@ from ..pipeline import advance, parity_of, release_by_threads, start, wait_full
 from ..rescale import THRESHOLD, exponentials_in, in_exponent, lagging_max, rescale, rescale_factors
 from ..row_max import integers_suffice
 from ..work import END, KernelCall, key_block
-from .dropout import from_pairs
 from .epilogue import write_tile
+from .pairs import from_pairs
 from .parts import TileParts, has_more, part_of, parts_of
 from .scores import dropout, open_rows, prefetch_bias, scale_of, to_scores
 from .varlen import lengths_in, receive_tile, rows_in
@@ -52,7 +52,7 @@ class QueryTile(NamedTuple):
 class BlockSoftmax(NamedTuple):
     """The softmax of a block of keys, ready to be multiplied with V."""
 
-    p: gl.tensor  # (64, BLOCK_N), as wgmma's left operand, or pairs of it, see dropout.py
+    p: gl.tensor  # (64, BLOCK_N), as wgmma's left operand, or pairs of it, see pairs.py
     m_i: gl.tensor
     l_i: gl.tensor  # as `row_sums` keeps it
 

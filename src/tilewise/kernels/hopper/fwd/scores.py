@@ -21,6 +21,7 @@ from ..row_max import running_max_of
 from ..work import Work, needs_mask
 from .convert import numbers_in, unit_of_keys
 from .dropout import drop_pairs
+from .pairs import UNPACKS, to_pairs
 from .rows import head_of_row, query_of_row
 from .varlen import lengths_in
 
@@ -207,7 +208,7 @@ def dropout(
     p, tile, n_block, call, dtype: gl.constexpr, FEATURES: gl.constexpr, TILE: gl.constexpr
 ):
     """P in 16 bits; with dropout what is kept of it, in pairs. Sums are taken before, and the
-    factor of what is kept joins 1 / l.
+    factor of what is kept joins 1 / l. Three warpgroups carry pairs where Triton would unpack P.
 
     Random words could be drawn before, while S is computed: that took as long. What counts here is
     how many instructions a block has, not where they stand.
@@ -216,5 +217,7 @@ def dropout(
         threshold = call.numbers.dropout_threshold
         n_start = n_block * TILE.BLOCK_N
         return drop_pairs(p, tile.stream, tile.work.start, n_start, tile.rows, threshold, dtype)
+    elif UNPACKS and TILE.WARPGROUPS == 3:
+        return to_pairs(p, dtype)
     else:
         return p.to(dtype)
