@@ -74,7 +74,6 @@ def check_sizes(nheads: Any, nheads_k: Any, **sizes: Any) -> None:
         raise ArgumentError(f"nheads={nheads}: it must be a multiple of nheads_k={nheads_k}")
 
 
-@functools.lru_cache(maxsize=256)
 def plan(
     layout: Layout,
     nheads: int,
@@ -83,7 +82,7 @@ def plan(
     headdim_v: int | None = None,
     *,
     batch: int = 1,
-    causal: bool = True,
+    causal: bool | str = True,
     window: Window = None,
     itemsize: int = 2,
     learns: bool = True,
@@ -169,6 +168,7 @@ def moved_by_stream(
     return max(received, key=lambda x: x.totals(learns)[1])
 
 
+@functools.lru_cache(maxsize=256)
 def _costs(
     layout: Layout,
     band: Band,

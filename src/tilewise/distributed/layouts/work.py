@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ...frontend.scalars import Window, band
+from ...frontend.scalars import Window, band, check_causal
 from ...problem import OPEN
 
 Run = tuple[int, int]  # positions [start, stop)
@@ -36,9 +36,10 @@ class KeyRun(NamedTuple):
     stop: int
 
 
-def band_of(window: Window, causal: bool) -> Band:
-    """Returns the band of a window, closed to the right under a causal mask."""
-    left, right = band(window, causal)
+def band_of(window: Window, causal: bool | str) -> Band:
+    """Returns the band of a window, closed to the right under a causal mask. Both are checked."""
+    check_causal(causal)
+    left, right = band(window, causal is not False)
     return Band(left, right)
 
 
