@@ -109,6 +109,8 @@ def distributed(evidence: Evidence, names: list[str], words: list[str]) -> str:
     shares: dict[str, tuple[float, float]] = {}
     for row in newest(evidence, "distributed", words):
         shape = row.shape
+        if shape["direction"] == "decode":  # of a cache
+            continue
         kind = [x for x in ("window", "documents") if shape[x]]
         said = str(shape["ranks"]), length(shape["tokens"]), shape["direction"]
         if shape["causal"] and said == (ranks, tokens, direction) and kind == more:

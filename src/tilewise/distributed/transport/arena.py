@@ -86,6 +86,8 @@ def _free(group: Any) -> None:
     for key in [x for x in _arenas if x[0] is group]:
         arena = _arenas.pop(key)
         synchronize(key[1])  # nothing on the device reads what goes with it
+        if arena.links is not None:
+            arena.links.abort()
         del arena
 
 

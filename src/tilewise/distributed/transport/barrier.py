@@ -28,7 +28,7 @@ ERROR, SUMS = "error", ("sum 0", "sum 1", "sum 2")
 ENDED = "tilewise_ended"  # of an error, the epoch that it began
 FIRST = "the first call of the process group"
 POLL = 0.001  # seconds between looks at the store, while ranks agree
-LONGEST = 0.01  # seconds between looks for a rank that is late
+SOON, LONGEST = 0.0002, 0.01  # seconds of waiting without a pause, and of a pause
 
 
 class Barrier:
@@ -158,7 +158,8 @@ class Barrier:
         """Sleeps for a part of the time that was waited; RankLost after the time-out."""
         if waited > self.timeout.total_seconds():
             self._miss(kind)
-        time.sleep(min(waited / 4, LONGEST))
+        if waited > SOON:
+            time.sleep(min(waited / 4, LONGEST))
 
     def _miss(self, kind: str, error: Exception | None = None) -> NoReturn:
         """Raises that ranks did not come, or that the store does not answer."""
