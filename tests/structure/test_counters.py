@@ -10,7 +10,7 @@ from helpers.counters import count
 AT_LEAST = {"arguments by keyword, percent": 18.7}
 AT_MOST = {
     # Sizes
-    "lines": 54_536,
+    "lines": 54_535,
     "files that name softcap": 28,
     "files that name sinks": 36,
     "files attention() imports": 40,
@@ -26,7 +26,7 @@ AT_MOST = {
     # Plain English
     "calls with *x per 1,000 lines": 1.53,
     "calls with a tuple's *": 0,
-    "vague locals": 28,
+    "vague locals": 25,
     "docstrings without a subject": 0,
     "files over 300 lines": 17,
     "functions over 120 lines": 0,

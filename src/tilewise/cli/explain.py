@@ -133,8 +133,8 @@ def explain(
             from ..explain.cache import explain_cache
             from . import explain_cache as page
 
-            of = page.step_of(options, page_size, REQUESTS)
-            explanation = explain_cache(of, target, card, split_size, backend, with_compiler)
+            step = page.step_of(options, page_size, REQUESTS)
+            explanation = explain_cache(step, target, card, split_size, backend, with_compiler)
         else:
             from ..explain.dense import explain as explained
 
@@ -166,9 +166,9 @@ def in_words():
         raise click.ClickException(f"no room for tensors of this shape: {error}") from error
 
 
-def points_of(found) -> dict[str, float]:
+def points_of(explanation) -> dict[str, float]:
     """The points of its picture."""
-    moved, flops = found.work.moved, found.work.flops
+    moved, flops = explanation.work.moved, explanation.work.flops
     return {"each tensor once": flops / moved.once, "no cache": flops / moved.tiled}
 
 
@@ -229,39 +229,40 @@ def shape_of(
     )
 
 
-def show(screen, found) -> None:
+def show(screen, explanation) -> None:
     """Tables: backends, launches, work."""
-    if show_answers(screen, found, what=str(found.shape), how=found.how) and found.work:
-        show_launches(screen, found, columns=list(map(launch_column, found.launches)))
-        screen.print(table(["work", ""], work_rows(found)))
-        screen.print(verdict(found, f"{digits(found.work.least_ms)} ms"))
+    work, what = explanation.work, str(explanation.shape)
+    if show_answers(screen, explanation, what=what, how=explanation.how) and work:
+        show_launches(screen, explanation, columns=list(map(launch_column, explanation.launches)))
+        screen.print(table(["work", ""], work_rows(explanation)))
+        screen.print(verdict(explanation, f"{digits(work.least_ms)} ms"))
 
 
-def work_rows(found) -> list[tuple[str, str]]:
+def work_rows(explanation) -> list[tuple[str, str]]:
     """FLOPs, bytes, intensity and the roof."""
-    work, roof = found.work, found.work.roof
+    work, roof = explanation.work, explanation.work.roof
     rows = [
         ("pairs of query and key", f"{int(work.pairs):,}"),
         ("FLOPs of these pairs", f"{work.flops / 1e9:,.1f} G"),
     ]
     if work.done is not None:
         said = f"{work.done / 1e9:,.1f} G, {work.done / work.flops:.2f} times that: whole tiles"
-        said += ", with what is recomputed" if found.shape.direction != "fwd" else ""
+        said += ", with what is recomputed" if explanation.shape.direction != "fwd" else ""
         rows.append(("FLOPs of its tiles", said))
     once = f"{work.moved.once / 1e6:,.1f} MB, {plain(work.intensity)} FLOPs a byte"
     rows.append(("bytes, each tensor once", once))
-    if found.launches:
+    if explanation.launches:
         tiled = f"{work.moved.tiled / 1e6:,.1f} MB, {plain(work.flops / work.moved.tiled)} FLOPs"
         rows.append(("bytes, were there no cache", f"{tiled} a byte"))
     return [*rows, *roof_rows(roof)]
 
 
-def as_record(found) -> dict:
+def as_record(explanation) -> dict:
     """The explanation as JSON takes it."""
-    work, common = found.work, common_record(found)
+    work, common = explanation.work, common_record(explanation)
     if work is None:
-        return {**common, "products": found.how}
-    launches = [one.record for one in found.launches]
+        return {**common, "products": explanation.how}
+    launches = [one.record for one in explanation.launches]
     sums = dict(intensity=work.intensity, side=work.side, least_ms=work.least_ms)
     fields = {**work._asdict(), "moved": work.moved._asdict(), "roof": work.roof._asdict(), **sums}
-    return {**common, "launches": launches, "how": found.how, "work": fields}
+    return {**common, "launches": launches, "how": explanation.how, "work": fields}

@@ -45,35 +45,35 @@ def step_of(options: dict, page_size: int | None, features: tuple[str, ...]):
         raise click.UsageError(str(error)) from error
 
 
-def show(screen, found) -> None:
+def show(screen, explanation) -> None:
     """Tables: backends, launches, pieces and bytes."""
-    of = found.shape
-    queries = "1 query" if of.seqlen_q == 1 else f"{of.seqlen_q} queries"
-    pages = f"pages of {of.page_size}" if of.page_size else "no pages"
-    if not show_answers(screen, found, what=f"{of}, {queries}, {pages},"):
+    step = explanation.shape
+    queries = "1 query" if step.seqlen_q == 1 else f"{step.seqlen_q} queries"
+    pages = f"pages of {step.page_size}" if step.page_size else "no pages"
+    if not show_answers(screen, explanation, what=f"{step}, {queries}, {pages},"):
         return
-    columns = [launch_column(one) for one in found.launches]
-    for number, (column, one) in enumerate(zip(columns, found.launches)):
+    columns = [launch_column(one) for one in explanation.launches]
+    for number, (column, one) in enumerate(zip(columns, explanation.launches)):
         beside = "all pieces" if number else f"{one.block_n} keys"
         column[0] = f"{one.block_m} rows (queries x heads) x {beside}"
-        if one.is_persistent and found.how:
+        if one.is_persistent and explanation.how:
             column[TILES], column[TILES + 1] = f"{column[TILES]}, counted by pieces", "one an SM"
-    show_launches(screen, found, columns=columns)
-    screen.print(table(["pieces", ""], piece_rows(found)))
-    screen.print(table(["work", ""], work_rows(found)))
-    screen.print(verdict(found, f"{plain(found.work.least_ms * 1e3)} us"))
+    show_launches(screen, explanation, columns=columns)
+    screen.print(table(["pieces", ""], piece_rows(explanation)))
+    screen.print(table(["work", ""], work_rows(explanation)))
+    screen.print(verdict(explanation, f"{plain(explanation.work.least_ms * 1e3)} us"))
 
 
-def piece_rows(found) -> list[tuple[str, str]]:
+def piece_rows(explanation) -> list[tuple[str, str]]:
     """How keys are cut, and where what is known of the pieces lies."""
-    cut = found.pieces
+    cut = explanation.pieces
     total = f"{cut.of_longest} of the longest sequence, {cut.total:,} in the batch"
-    if not found.how:
+    if not explanation.how:
         return [("keys are summed", "by each tile of queries in turn, as in the training forward")]
-    rows = [("keys are summed", f"in pieces: {found.how}")]
+    rows = [("keys are summed", f"in pieces: {explanation.how}")]
     rows.append(("split_size", f"{cut.split_size:,} keys, part of the arithmetic"))
     rows.append(("pieces", total))
-    if not found.launches:
+    if not explanation.launches:
         return [*rows, ("slots", "none: folded as they come")]
     if not cut.slots:
         return [*rows, ("slots", "none: a program walks all pieces of its rows")]
@@ -84,37 +84,37 @@ def piece_rows(found) -> list[tuple[str, str]]:
     return [*rows, ("slots", f"{size}, {where}"), ("programs without a piece", f"{cut.idle:,}")]
 
 
-def work_rows(found) -> list[tuple[str, str]]:
+def work_rows(explanation) -> list[tuple[str, str]]:
     """Bytes, FLOPs and the roof."""
-    of, cut, work = found.shape, found.pieces, found.work
-    states = cut.state_bytes(of)
-    share = f"{states / 1e6:,.2f} MB, {100 * states / of.kv_bytes:.1f} % of those"
+    step, cut, work = explanation.shape, explanation.pieces, explanation.work
+    states = cut.state_bytes(step)
+    share = f"{states / 1e6:,.2f} MB, {100 * states / step.kv_bytes:.1f} % of those"
     between = ("of states between the launches", share)
     if cut.slots and not cut.are_all_used:
-        most = 2 * cut.total * cut.slot_bytes * of.seqlen_q * of.nheads
+        most = 2 * cut.total * cut.slot_bytes * step.seqlen_q * step.nheads
         between = ("of states of shared tiles", f"at most {most / 1e6:,.2f} MB")
     return [
-        ("bytes of keys and values", f"{of.kv_bytes / 1e6:,.1f} MB"),
+        ("bytes of keys and values", f"{step.kv_bytes / 1e6:,.1f} MB"),
         between,
-        ("of queries, out, LSE and table", f"{of.other_bytes / 1e6:,.2f} MB"),
+        ("of queries, out, LSE and table", f"{step.other_bytes / 1e6:,.2f} MB"),
         ("FLOPs", f"{work.flops / 1e9:,.3g} G, {plain(work.intensity)} a byte"),
         *roof_rows(work.roof),
     ]
 
 
-def points_of(found) -> dict[str, float]:
+def points_of(explanation) -> dict[str, float]:
     """The points of its picture."""
-    return {"this step": found.work.intensity}
+    return {"this step": explanation.work.intensity}
 
 
-def as_record(found) -> dict:
+def as_record(explanation) -> dict:
     """The explanation as JSON takes it."""
-    of, cut, work = found.shape, found.pieces, found.work
-    moved = dict(kv=of.kv_bytes, others=of.other_bytes, partials=cut.state_bytes(of))
+    step, cut, work = explanation.shape, explanation.pieces, explanation.work
+    moved = dict(kv=step.kv_bytes, others=step.other_bytes, partials=cut.state_bytes(step))
     return {
-        **common_record(found),
-        "launches": [one.record for one in found.launches],
-        "in_pieces": found.how,
+        **common_record(explanation),
+        "launches": [one.record for one in explanation.launches],
+        "in_pieces": explanation.how,
         "pieces": {**cut._asdict(), "workspace": cut.workspace},
         "moved": {**moved, "total": work.moved.once},
         "roof": work.roof._asdict(),

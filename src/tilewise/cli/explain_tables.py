@@ -5,10 +5,10 @@ from __future__ import annotations
 from .tables import NO, OK, digits, table
 
 
-def said(answer, chosen: str, is_forced: bool) -> str:
+def said(answer, explanation) -> str:
     """An answer in words; the chosen one is named."""
-    if answer.backend == chosen:
-        why = "forced" if is_forced else "the first that serves"
+    if answer.backend == explanation.backend:
+        why = "forced" if explanation.forced else "the first that serves"
         return f"chosen: {why}{f' ({answer.reason})' if answer.reason else ''}"
     return answer.reason or "would serve, and comes later"
 
@@ -42,33 +42,34 @@ def plain(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else digits(value)
 
 
-def on_card(found) -> str:
+def on_card(explanation) -> str:
     """Where."""
-    return found.card.name if found.card else "this CPU"
+    return explanation.card.name if explanation.card else "this CPU"
 
 
-def show_answers(screen, found, what: str, how: str = "") -> bool:
+def show_answers(screen, explanation, what: str, how: str = "") -> bool:
     """Each backend's answer, and in which way the chosen one serves; whether one does."""
-    screen.print(f"{what} on {on_card(found)}" + (f" ({found.target})" if found.card else ""))
+    target = f" ({explanation.target})" if explanation.card else ""
+    screen.print(f"{what} on {on_card(explanation)}{target}")
     rows = [
-        (x.backend, OK if x.kind == "serves" else NO, said(x, found.backend, found.forced))
-        for x in found.answers
+        (x.backend, OK if x.kind == "serves" else NO, said(x, explanation))
+        for x in explanation.answers
     ]
     screen.print(table(["backend", "", ""], rows))
     if how:
         screen.print(how)
-    if not found.backend:
+    if not explanation.backend:
         screen.print("nothing serves this call.")
-    return bool(found.backend)
+    return bool(explanation.backend)
 
 
-def show_launches(screen, found, columns: list[list[str]]) -> None:
+def show_launches(screen, explanation, columns: list[list[str]]) -> None:
     """A column a launch, and what the compiler did not do."""
-    if found.launches:
-        kernels = [one.kernel for one in found.launches]
+    if explanation.launches:
+        kernels = [one.kernel for one in explanation.launches]
         rows = [(name, *(column[n] for column in columns)) for n, name in enumerate(LAUNCH)]
         screen.print(table(["launch", *kernels], rows))
-        for failed in {x.failed for x in found.launches if x.failed}:
+        for failed in {x.failed for x in explanation.launches if x.failed}:
             screen.print(f"the compiler's part is missing: {failed}")
 
 
@@ -80,28 +81,28 @@ def roof_rows(roof) -> list[tuple[str, str]]:
     return [("roof", f"{plain(roof.tflops)} TFLOP/s, {bandwidth}"), ("", roof.source)]
 
 
-def verdict(found, least: str) -> str:
+def verdict(explanation, least: str) -> str:
     """One sentence."""
-    intensity, roof = found.work.intensity, found.work.roof
+    intensity, roof = explanation.work.intensity, explanation.work.roof
     is_memory = intensity < roof.ridge
     limit, sign = ("memory", "under") if is_memory else ("arithmetic", "at least")
     return (
-        f"{found.backend} serves it. Limit: {limit}, with {plain(intensity)} FLOPs a byte, "
+        f"{explanation.backend} serves it. Limit: {limit}, with {plain(intensity)} FLOPs a byte, "
         f"{sign} the {plain(roof.ridge)} of the ridge; {least} at the roof."
     )
 
 
-def title_of(found) -> str:
+def title_of(explanation) -> str:
     """The title of a picture."""
-    return f"{found.shape} on {on_card(found)}"
+    return f"{explanation.shape} on {on_card(explanation)}"
 
 
-def common_record(found) -> dict:
+def common_record(explanation) -> dict:
     """Whose answers, as JSON takes them."""
     return {
-        "shape": found.shape._asdict(),
-        "target": found.target,
-        "card": found.card.name if found.card else None,
-        "backend": found.backend,
-        "answers": [answer._asdict() for answer in found.answers],
+        "shape": explanation.shape._asdict(),
+        "target": explanation.target,
+        "card": explanation.card.name if explanation.card else None,
+        "backend": explanation.backend,
+        "answers": [answer._asdict() for answer in explanation.answers],
     }

@@ -27,7 +27,7 @@ from .traffic import Moved
 
 
 def explain_cache(
-    of: Decode,
+    step: Decode,
     target: str,
     card: Card | None,
     split_size: int | None = None,
@@ -35,7 +35,7 @@ def explain_cache(
     with_compiler: bool = True,
 ) -> Explanation:
     """Explains a step on a card, or on the CPU, where there is none."""
-    cached = cached_of(of, split_size)
+    cached = cached_of(step, split_size)
 
     def ask(name: str, device: torch.device) -> str | None:
         reason = dispatch.ask_cached(name, cached, device)
@@ -44,29 +44,29 @@ def explain_cache(
     answers = answers_of(target, ask)
     chosen = chosen_of(answers, backend)
     how = why_in_pieces(chosen, cached)
-    launches, cut = planned_by(chosen, of, cached=cached, target=target, card=card, in_pieces=how)
+    launches, cut = planned_by(chosen, step, cached=cached, target=target, card=card, in_pieces=how)
     launches = [compiled(x, target, card=card, with_compiler=with_compiler) for x in launches]
     roof = card.roof(cached.q.itemsize * 8) if card is not None else cpu_roof(cached.q.dtype)
-    nbytes = of.kv_bytes + of.other_bytes + cut.state_bytes(of)
-    work = Work(of.pairs, of.flops, None, Moved(nbytes, nbytes), roof)
+    nbytes = step.kv_bytes + step.other_bytes + cut.state_bytes(step)
+    work = Work(step.pairs, step.flops, None, Moved(nbytes, nbytes), roof)
     forced = backend is not None
-    return Explanation(of, target, card, chosen, forced, answers, launches, how, work, pieces=cut)
+    return Explanation(step, target, card, chosen, forced, answers, launches, how, work, pieces=cut)
 
 
-def cached_of(of: Decode, split_size: int | None) -> Cached:
+def cached_of(step: Decode, split_size: int | None) -> Cached:
     """The checked call, its tensors unwritten; RuntimeError where there is no room for them."""
-    dtype = getattr(torch, of.dtype)
-    q = torch.empty(of.batch, of.seqlen_q, of.nheads, of.headdim, dtype=dtype)
-    shape, table = (of.batch, of.seqlen_k), None
-    if of.page_size:
-        pages = -(-of.seqlen_k // of.page_size)
-        shape = of.batch * pages, of.page_size
-        table = torch.zeros(of.batch, pages, dtype=INT32)
-    shape = *shape, of.nheads_k
-    k, v = (torch.empty((*shape, n), dtype=dtype) for n in (of.headdim, of.headdim_v))
-    extras = Extras(seqused_k=torch.tensor(of.sequences, dtype=INT32))
+    dtype = getattr(torch, step.dtype)
+    q = torch.empty(step.batch, step.seqlen_q, step.nheads, step.headdim, dtype=dtype)
+    shape, table = (step.batch, step.seqlen_k), None
+    if step.page_size:
+        pages = -(-step.seqlen_k // step.page_size)
+        shape = step.batch * pages, step.page_size
+        table = torch.zeros(step.batch, pages, dtype=INT32)
+    shape = *shape, step.nheads_k
+    k, v = (torch.empty((*shape, n), dtype=dtype) for n in (step.headdim, step.headdim_v))
+    extras = Extras(seqused_k=torch.tensor(step.sequences, dtype=INT32))
     return check_cached(
-        Cached(q, k, v, table, extras), Numbers(causal=of.causal), split_size=split_size
+        Cached(q, k, v, table, extras), Numbers(causal=step.causal), split_size=split_size
     )
 
 
@@ -80,20 +80,20 @@ def why_in_pieces(backend: str, cached: Cached) -> str:
 
 
 def planned_by(
-    backend: str, of: Decode, cached: Cached, target: str, card: Card | None, in_pieces: str
+    backend: str, step: Decode, cached: Cached, target: str, card: Card | None, in_pieces: str
 ) -> tuple[list[Launch], Pieces]:
     """The launches of a step as a backend plans it, and how keys are cut."""
     if not in_pieces:
-        return chunk_launches(cached, target), pieces_of(of, cached)
+        return chunk_launches(cached, target), pieces_of(step, cached)
     if backend == "portable":
         launches = portable_launches(cached, None if card is None else card.sms)
         partials, programs = launches[0].args["partials"], launches[0].programs
         slots = partials.m_i.numel() if len(launches) == 2 else 0
-        cut = pieces_of(of, cached, slots, lead=partials.lead or 1, programs=programs)
+        cut = pieces_of(step, cached, slots, lead=partials.lead or 1, programs=programs)
         return [shown(x, target) for x in launches], cut
     if backend == "hopper" and card is not None:
-        return hopper_plan(of, cached, card=card)
-    return [], pieces_of(of, cached)
+        return hopper_plan(step, cached, card=card)
+    return [], pieces_of(step, cached)
 
 
 def portable_launches(cached: Cached, sms: int | None = None) -> list:
@@ -113,7 +113,7 @@ def chunk_launches(cached: Cached, target: str) -> list[Launch]:
     return [hopper_launch(launch), *(shown(x, target)._replace(stages=1) for x in folds)]
 
 
-def hopper_plan(of: Decode, cached: Cached, card: Card) -> tuple[list[Launch], Pieces]:
+def hopper_plan(step: Decode, cached: Cached, card: Card) -> tuple[list[Launch], Pieces]:
     """Hopper's one launch, whose tiles are counted by pieces: its programs divide these among them,
     by lengths that they read.
     """
@@ -125,7 +125,7 @@ def hopper_plan(of: Decode, cached: Cached, card: Card) -> tuple[list[Launch], P
     tile, sizes = launch.constants["TILE"], launch.args["sizes"]
     rows = tile.ROWS * tile.WARPGROUPS
     tiles = math.ceil(sizes.seqlen_q / (rows // cached.problem.group)) * sizes.nheads
-    count = sum(len(pieces(0, keys, split_size=cached.piece_size)) for keys in of.sequences)
+    count = sum(len(pieces(0, keys, split_size=cached.piece_size)) for keys in step.sequences)
     one = Launch(
         kernel="hopper_decode_kernel",
         block_m=rows,
@@ -138,11 +138,11 @@ def hopper_plan(of: Decode, cached: Cached, card: Card) -> tuple[list[Launch], P
     )
     has_room = count * sizes.seqlen_q <= sizes.room  # else tiles are whole
     slots = sizes.room * cached.problem.nheads * has_room
-    return [one], pieces_of(of, cached, slots, are_all_used=False)
+    return [one], pieces_of(step, cached, slots, are_all_used=False)
 
 
 def pieces_of(
-    of: Decode,
+    step: Decode,
     cached: Cached,
     slots: int = 0,
     are_all_used: bool = True,
@@ -153,19 +153,19 @@ def pieces_of(
     the `lead` first pieces of a block; so many `programs` are launched where slots are all used.
     """
     size = cached.piece_size
-    counts = [len(pieces(0, keys, split_size=size)) for keys in of.sequences]
+    counts = [len(pieces(0, keys, split_size=size)) for keys in step.sequences]
     room = math.ceil(capacity(cached.k, cached.page_table) / size)
     written = sum(max(n - lead, 0) + (n > 0) for n in counts)
     idle = 0
     if slots and are_all_used:
-        idle = programs - written * (programs // (room - lead + 1)) // of.batch
+        idle = programs - written * (programs // (room - lead + 1)) // step.batch
     return Pieces(
         split_size=size,
         of_longest=max(counts),
         total=sum(counts),
         room=room,
         slots=slots,
-        slot_bytes=(of.headdim_v + 2) * FP32_BYTES,
+        slot_bytes=(step.headdim_v + 2) * FP32_BYTES,
         idle=idle,
         are_all_used=are_all_used,
         written=written,

@@ -31,10 +31,8 @@ class Sharing(NamedTuple):
 
 def sharing_of(dbias, q, k, tile) -> tuple[Sharing, int]:
     """How a bias is shared, by its gradient's shape, and how many tiles it has in all."""
-    m_blocks, n_blocks = (
-        triton.cdiv(q.shape[1], tile.BLOCK_M),
-        triton.cdiv(k.shape[1], tile.BLOCK_N),
-    )
+    m_blocks = triton.cdiv(q.shape[1], tile.BLOCK_M)
+    n_blocks = triton.cdiv(k.shape[1], tile.BLOCK_N)
     of_scores = q.shape[0], q.shape[2], m_blocks, n_blocks
     of_bias = [1 if n == 1 else tiles for n, tiles in zip(dbias.shape, of_scores)]
     sharing = Sharing(*of_bias[1:], *(tiles // n for n, tiles in zip(of_bias, of_scores)))
@@ -143,5 +141,5 @@ def attn_bwd_dbias_kernel(
     row_limit = tl.where(dbias.row == 0, 1, sizes.seqlen_q)
     column_limit = tl.where(dbias.column == 0, 1, sizes.seqlen_k)
     exists = (rows < row_limit)[:, None] & (columns < column_limit)[None, :]
-    at = rows.to(tl.int64)[:, None] * dbias.row + columns.to(tl.int64)[None, :] * dbias.column
-    tl.store(target + at, acc.to(dbias.ptr.dtype.element_ty), mask=exists)
+    offsets = rows.to(tl.int64)[:, None] * dbias.row + columns.to(tl.int64)[None, :] * dbias.column
+    tl.store(target + offsets, acc.to(dbias.ptr.dtype.element_ty), mask=exists)

@@ -103,14 +103,13 @@ def attn_bwd_captured_kernel(
     """stats: lse, its gradient, and what it has lost."""
     BLOCK_M: tl.constexpr = TILE.BLOCK_M
     BLOCK_N: tl.constexpr = TILE.BLOCK_N
-    tile, lane = tl.program_id(0), tl.arange(0, 32)
-    m_block, head, batch = find_query_tile(tile, lane, sizes, optionals, FEATURES, BLOCK_M)
+    program, lane = tl.program_id(0), tl.arange(0, 32)
+    m_block, head, batch = find_query_tile(program, lane, sizes, optionals, FEATURES, BLOCK_M)
     if FEATURES.PACKED:
         if batch >= sizes.packed:
             return
-    at = m_block, head, batch
-    read = stats[0], stats[1], None
-    queries = open_queries(q, k, v, dout, read, at, optionals, sizes, numbers, FEATURES, TILE)
+    tile, rows = (m_block, head, batch), (stats[0], stats[1], None)
+    queries = open_queries(q, k, v, dout, rows, tile, optionals, sizes, numbers, FEATURES, TILE)
 
     blocks = key_blocks(queries.m_start, queries.seq, FEATURES, TILE)
     SPLIT: tl.constexpr = FEATURES.MASK_N // BLOCK_N

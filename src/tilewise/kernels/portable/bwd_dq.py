@@ -31,13 +31,13 @@ def attn_bwd_dq_kernel(
     BLOCK_M: tl.constexpr = TILE.BLOCK_M
     BLOCK_N: tl.constexpr = TILE.BLOCK_N
     BLOCK_D: tl.constexpr = TILE.BLOCK_D
-    tile, lane = tl.program_id(0), tl.arange(0, 32)
-    m_block, head, batch = find_query_tile(tile, lane, sizes, optionals, FEATURES, BLOCK_M)
+    program, lane = tl.program_id(0), tl.arange(0, 32)
+    m_block, head, batch = find_query_tile(program, lane, sizes, optionals, FEATURES, BLOCK_M)
     if FEATURES.PACKED:
         if batch >= sizes.packed:
             return
-    at = m_block, head, batch
-    queries = open_queries(q, k, v, dout, stats, at, optionals, sizes, numbers, FEATURES, TILE)
+    tile = m_block, head, batch
+    queries = open_queries(q, k, v, dout, stats, tile, optionals, sizes, numbers, FEATURES, TILE)
 
     acc_dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     blocks = key_blocks(queries.m_start, queries.seq, FEATURES, TILE)
