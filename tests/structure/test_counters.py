@@ -10,21 +10,21 @@ from helpers.counters import count
 AT_LEAST = {"arguments by keyword, percent": 18.7}
 AT_MOST = {
     # Sizes
-    "lines": 54_535,
+    "lines": 54_756,
     "files that name softcap": 28,
     "files that name sinks": 36,
     "files attention() imports": 40,
     "lines attention() imports": 5_683,
     # One record, one dispatcher, one file of checks, one way to launch
     "records per 1,000 lines, host": 3.08,
-    "records per 1,000 lines, device": 6.39,
+    "records per 1,000 lines, device": 6.33,
     "records built at one place, host": 20,
     "records built at one place, device": 56,
     "launching classes": 3,
     "dispatchers": 1,
     "check files": 2,
     # Plain English
-    "calls with *x per 1,000 lines": 1.53,
+    "calls with *x per 1,000 lines": 1.52,
     "calls with a tuple's *": 0,
     "vague locals": 25,
     "docstrings without a subject": 0,

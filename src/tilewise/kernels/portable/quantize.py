@@ -23,7 +23,7 @@ from .quantize_launches import (
     transposing,
     turn_of,
 )
-from .quantize_memory import part_of
+from .quantize_memory import part_of, waits_for_heads
 
 Tensor = torch.Tensor
 SCALES = ("q_scale", "k_scale", "v_scale")
@@ -86,12 +86,12 @@ def quantize_program(steps: Any, is_interleaved: bool, **operands: Any) -> Progr
     of_q = row_blocks(q, operands["cu_seqlens_q"], operands["seqused_q"])
     of_k = row_blocks(k, operands["cu_seqlens_k"], operands["seqused_k"])
     blocks, turns = (of_q, of_k, of_k._replace(nheads=v.shape[2])), (turn, turn, None)
-    common = dict(keys=of_k, drifts=drift is not None, work=work)
+    recipes = recipes_of(q, k, steps)
+    is_short = waits_for_heads(operands, recipes)
+    common = dict(keys=of_k, drifts=drift is not None, is_short=is_short, work=work)
     parts = [
         part_of(operands[name], recipe, rows, rotary=turned, scale=operands[scale], **common)
-        for name, recipe, rows, turned, scale in zip(
-            "qkv", recipes_of(q, k, steps), blocks, turns, SCALES
-        )
+        for name, recipe, rows, turned, scale in zip("qkv", recipes, blocks, turns, SCALES)
     ]
     outputs = [*(x.codes for x in parts), *(x.scale for x in parts), *(x.mean for x in parts[1:])]
     q, k, v = parts

@@ -4,6 +4,8 @@ returned, and what one leaves to the next.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,14 +15,23 @@ from ...tile.types import Strided
 from ...tuning.select import architecture
 from ..common import operand as gaps
 from ..common.arguments import strided
-from ..common.quantized import COLUMNS, FP8, WHOLE, columns_of, empty_values, packed_columns
+from ..common.building import num_sms
+from ..common.quantized import (
+    COLUMNS,
+    FP8,
+    WHOLE,
+    columns_of,
+    empty_values,
+    packed_columns,
+)
 from .fp8_launch import has_product, of_head
 from .hadamard import Rotation
 from .quantize_kernels import Rounding
-from .quantize_rows import Form, Operand, RowBlocks, Tables
+from .quantize_rows import Form, Operand, RowBlocks, Tables, chunks_of
 from .quantize_statistics import Statistics
 
 INT32 = torch.int32
+HEADDIM = 128  # the headdim of which short sequences are quantised in one launch
 
 
 class Recipe(NamedTuple):
@@ -44,6 +55,30 @@ class Part(NamedTuple):
     mean: Any
 
 
+def hadamard_of(x: Any, recipe: Recipe) -> int:
+    """Channels that are mixed: as many as the largest power of two that divides headdim; or 0."""
+    return x.shape[3] & -x.shape[3] if recipe.rotates else 0
+
+
+def waits_for_heads(operands: dict[str, Any], recipes: Sequence[Recipe]) -> bool:
+    """Whether the programs that share a scale wait for each other, as in `quantize_short.py`: in
+    the calls that were timed and compiled without spills, if all these programs fit on the GPU.
+    """
+    q, k, v = (operands[name] for name in "qkv")
+    absent = ("q_scale", "k_scale", "v_scale", "cu_seqlens_q", "cu_seqlens_k", "cos")
+    if any(operands[name] is not None for name in absent) or architecture(q.device) != "sm90":
+        return False
+    is_short = max(q.shape[1], k.shape[1]) <= WHOLE and recipes[0].rotates
+    is_wide = any(x.dtype.itemsize > 2 for x in (q, k, v))
+    if not is_short or is_wide or (q.shape[3], v.shape[3]) != (HEADDIM, HEADDIM):
+        return False
+    together = 0
+    for x, recipe in zip((q, k, v), recipes):
+        chunks = chunks_of(HEADDIM, hadamard_of(x, recipe))
+        together += recipe.group * max(1, columns_of(x.shape[1]) // COLUMNS) * chunks
+    return not q.is_cuda or together <= num_sms(q.device)
+
+
 def part_of(
     x: Any,
     recipe: Recipe,
@@ -52,15 +87,17 @@ def part_of(
     keys: RowBlocks,
     scale: Any,
     drifts: bool,
+    is_short: bool,
     work: Any,
 ) -> Part:
     """q, k or v as kernels take it, and the memory that they write; `rotary` turns it at the
     positions of keys. Its scale is found where none is given. `drifts`: whether it is measured how
-    far v drifts.
+    far v drifts. `is_short`: whether all is done in one launch, where each program has a place of
+    its own in `largest`.
     """
     x = x if x.stride(3) == 1 else x.contiguous()
     headdim, starts = x.shape[3], blocks.cu_seqlens
-    hadamard = headdim & -headdim if recipe.rotates else 0
+    hadamard = hadamard_of(x, recipe)
     rotation = Rotation(headdim, hadamard, hadamard**-0.5 if hadamard else 1.0)
     tables = None
     if rotary is not None:
@@ -72,9 +109,15 @@ def part_of(
     is_walked, samples = is_rounded and drifts, is_sampled(x, is_rounded and drifts)
     has_extremes, of_scale = recipe.smooths and finds_scale, (blocks.sequences, keys.nheads)
     of_blocks, of_heads = (count, *x.shape[2:]), (blocks.sequences, *x.shape[2:])
+    of_programs = count, x.shape[2], chunks_of(headdim, hadamard)
 
-    def room(name: str, shape: tuple, is_there: bool, dtype: Any = torch.float32) -> Any:
-        is_cleared = dtype == INT32  # maxima
+    def room(
+        name: str,
+        shape: tuple,
+        is_there: bool,
+        dtype: Any = torch.float32,
+        is_cleared: bool = False,
+    ) -> Any:
         return work.add(f"{x.name} {name}", shape, dtype, is_cleared) if is_there else None
 
     def output(name: str, shape: tuple, is_there: bool) -> Any:
@@ -100,12 +143,19 @@ def part_of(
             lows=room("lows", of_blocks, has_extremes),
         ),
         reach=None if reach is None else of_head(reach),
-        largest=room("largest", of_scale, finds_scale, INT32),
-        beyond=room("beyond", of_scale, finds_scale and samples, INT32),
+        largest=room(
+            "largest",
+            of_programs if is_short else of_scale,
+            finds_scale,
+            INT32,
+            is_cleared=not is_short,
+        ),
+        beyond=room("beyond", of_scale, finds_scale and samples, INT32, True),
         scale=of_head(new_scale if finds_scale else scale),
         rounding=Rounding(
             lost=room("lost", of_blocks, is_rounded), squares=room("squares", of_blocks, is_walked)
         ),
+        counters=room("counters", (1 + 2 * math.prod(of_scale),), is_short, INT32, True),
         out=of_values(written) if recipe.transposes else strided(written),
     )
     form = Form(rotation, recipe.group, samples, recipe.transposes)

@@ -60,6 +60,7 @@ class Operand(NamedTuple):
     beyond: Any  # of those that are larger than what was found in some blocks
     scale: Any
     rounding: Any
+    counters: Any  # of programs that wait for each other (quantize_short.py); else None
     out: Any
     # In a branch Triton 3.6 forgets what is constant, such as a stride of 1, in tuples within a
     # tuple, but for those that a constant follows

@@ -140,14 +140,21 @@ def extremes_of(tile, used, AXIS: tl.constexpr):
 
 @triton.jit
 def find_largest(operand, block, begin, FORM: tl.constexpr):
-    """The bits of the largest magnitude, which are in its order, and NaN's above all, of a sequence
-    and key head: (sequences, nheads / GROUP).
+    """The bits of the largest magnitude of a sequence and key head: (sequences, nheads / GROUP)."""
+    GROUP: tl.constexpr = FORM.GROUP
+    bits = largest_of(operand, block, begin, FORM)
+    group = block.sequence * (operand.blocks.nheads // GROUP) + block.head // GROUP
+    tl.atomic_max(operand.largest + group, bits, sem="relaxed")
+
+
+@triton.jit
+def largest_of(operand, block, begin, FORM: tl.constexpr):
+    """The bits of the largest magnitude of a block, which are in its order, and NaN's above all.
 
     `headdim` is no constant, so that the loop stays one: Triton 3.6 makes no code for sm_100 of a
     product's maximum by columns and then by rows without a loop between.
     """
     ROTATION: tl.constexpr = FORM.ROTATION
-    GROUP: tl.constexpr = FORM.GROUP
     COLUMNS: tl.constexpr = columns_of(ROTATION.D, ROTATION.HADAMARD)
     AXIS: tl.constexpr = 1 if ROTATION.HADAMARD > 0 else 0
     AT_ONCE: tl.constexpr = rows_of_sums(ROTATION.HADAMARD, ROTATION.HALF)
@@ -163,10 +170,17 @@ def find_largest(operand, block, begin, FORM: tl.constexpr):
                 bits = tl.maximum(bits, tiles[i].to(tl.int32, bitcast=True) & 0x7FFFFFFF)
             largest_bits = tl.maximum(largest_bits, tl.max(bits, AXIS))
     top = tl.max(largest_bits, 0).to(tl.float32, bitcast=True) * ROTATION.FACTOR
-    group = block.sequence * (operand.blocks.nheads // GROUP) + block.head // GROUP
-    tl.atomic_max(
-        operand.largest + group, top.to(tl.int32, bitcast=True) & 0x7FFFFFFF, sem="relaxed"
-    )
+    return top.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def largest_without(mean, high, low, exists):
+    """The bits of the largest magnitude of what the mean is taken off, by its extremes: NaN's where
+    the mean is NaN or infinite.
+    """
+    off = tl.maximum(high - mean, mean - low, tl.PropagateNan.ALL)
+    off = tl.where(exists, off, 0.0)
+    return tl.max(off.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
 
 
 @triton.jit
@@ -226,10 +240,7 @@ def find_mean(operand, program, FORM: tl.constexpr):
     at_mean = address_of(operand.mean, sequence, head) + columns
     tl.store(at_mean, of_columns, mask=columns < D)
     if operand.largest is not None:
-        # NaN where the mean is NaN or infinite
-        off = tl.maximum(high - of_columns, of_columns - low, tl.PropagateNan.ALL)
-        off = tl.where((columns < D) & (of.used > 0), off, 0.0)
-        top = tl.max(off.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
+        top = largest_without(of_columns, high, low, (columns < D) & (of.used > 0))
         tl.atomic_max(operand.largest + sequence * nheads + head, top, sem="relaxed")
     if operand.reach is not None:
         end = tl.zeros([SHARE], tl.float32)
