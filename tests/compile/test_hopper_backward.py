@@ -28,17 +28,16 @@ PACKED_SPILLS = {64: 28, 128: 12, 192: 12, 256: 32}
 SOFTCAP_SPILLS = 330
 
 # With modifiers, at headdim 64, 128 and 256. A derivative takes the registers that softcap's does,
-# dropout those of a few random numbers at a time.
+# dropout those of a few random numbers at a time. 8 bytes are once a program, or once a tile.
 MODIFIED = {
     # Listed numbers are held to the blocks there are: one more, where a program starts
     "causal-blocks": (dict(mask="causal", is_by_blocks=True), (0, 16, 16)),
-    "document-blocks": (dict(mask="documents", is_by_blocks=True), (0, 20, 4)),
-    "mask": (dict(mask="packed"), (0, 16, 0)),
-    "score": (dict(score="tilted"), (0, 0, 0)),
-    "derivative": (dict(score="nonlinear"), (0, 180, 0)),
-    # A register once a tile
-    "bias": (dict(bias=True), (0, 4, 0)),
-    "learned-bias": (dict(bias=True, learned=True), (0, 4, 0)),
+    "document-blocks": (dict(mask="documents", is_by_blocks=True), (0, 20, 8)),
+    "mask": (dict(mask="packed"), (0, 16, 8)),
+    "score": (dict(score="tilted"), (0, 0, 8)),
+    "derivative": (dict(score="nonlinear"), (0, 180, 8)),
+    "bias": (dict(bias=True), (0, 8, 8)),
+    "learned-bias": (dict(bias=True, learned=True), (0, 8, 8)),
     "dropout": (dict(dropout=0.1), (0, 52, 20)),
     "dropout-causal": (dict(dropout=0.1, causal=True), (0, 32, 72)),
 }

@@ -132,7 +132,8 @@ def load_visits(
     Wide heads store dK and dV through the memory of K and V, for which the next keys wait. So the
     first queries come before them (H100, sustained: 1 % at 512 and 1Ki; nothing at headdim 128).
     """
-    QUERIES_FIRST: gl.constexpr = TILE.BLOCK_N == 64 and not TILE.RAGGED and FEATURES.MASK_M == 0
+    IS_PLAIN: gl.constexpr = not (TILE.RAGGED or TILE.HAS_METADATA)  # else the warp would spill
+    QUERIES_FIRST: gl.constexpr = TILE.BLOCK_N == 64 and IS_PLAIN
     if not QUERIES_FIRST:
         load_keys(inputs, rings.keys, state=keys_state, work=work, FEATURES=FEATURES, TILE=TILE)
     if FEATURES.MASK_M > 0:
