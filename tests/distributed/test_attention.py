@@ -1,5 +1,6 @@
 """Attention of shards on 2, 3 and 4 processes, held to one process and to the oracle."""
 
+import contextlib
 import functools
 import inspect
 
@@ -157,6 +158,15 @@ def wrong(rank):
     with pytest.raises(td.RankMismatch, match="with a gradient.*without a gradient"):
         x = q.clone().requires_grad_(rank == 1)
         td.attention(x, x, x, layout=layout)
+    sinks = torch.full((2,), 1.0)
+    for calls in range(3):  # a known call, too
+        with (
+            pytest.raises(td.RankMismatch, match=r"sinks=\(2,\) of values")
+            if calls == 2
+            else (contextlib.nullcontext())
+        ):
+            held = sinks + rank * (calls == 2)
+            td.attention(q, q, q, layout=layout, sinks=held)
     x, expected = (q[:, :9], ArgumentError) if rank else (q, td.RankMismatch)
     with pytest.raises(expected, match="rank 1 has 10 tokens of 20"):
         td.attention(x, x, x, layout=layout)

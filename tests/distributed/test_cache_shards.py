@@ -49,8 +49,26 @@ def wrong_on_one(rank):
     else:
         out = shards.attention(q, cache, cache, seqused_k=used, page_table=narrow)
         assert out.isnan().all()
-    out = shards.attention(q, cache, cache, seqused_k=used, page_table=table)
-    torch.testing.assert_close(out, tilewise.attention(q, new, new, seqused_k=used))
+    where = dict(seqused_k=used, page_table=table)
+    expected = tilewise.attention(q, new, new, seqused_k=used)
+    torch.testing.assert_close(shards.attention(q, cache, cache, **where), expected)
+    # What ranks must pass alike is compared, and an error of one is named on the others
+    wide, sinks = torch.randn(1, 2, 4, 16), torch.full((4,), float(rank == 1))
+    mine = rank == 1
+    for given, asked, match in (
+        (wide if mine else q, {}, r"q \(1, 2, 4, 16\)"),
+        (q, dict(sinks=sinks), r"sinks \(4,\) of values"),
+        (q, dict(window=(8 if mine else 9, 0)), r"window=\(8, 0\)"),
+        (q, dict(seqused_k=used - int(mine)), "seqused_k"),
+    ):
+        with pytest.raises(td.RankMismatch, match=f"rank 1 called .*{match}"):
+            shards.attention(given, cache, cache, **where | asked)
+    raised = tilewise.ArgumentError if mine else td.RankMismatch
+    for asked in (dict(page_table=table.long()), dict(page_table=table[:, :1], split_size=PIECE)):
+        wrong = asked if mine else asked | dict(page_table=table)
+        with pytest.raises(raised, match="" if mine else "rank 1 raised ArgumentError"):
+            shards.attention(q, cache, cache, **where | wrong)
+    torch.testing.assert_close(shards.attention(q, cache, cache, **where), expected)
 
 
 def compare(rank, names):

@@ -10,13 +10,13 @@ from helpers.counters import count
 AT_LEAST = {"arguments by keyword, percent": 18.7}
 AT_MOST = {
     # Sizes
-    "lines": 54_748,
+    "lines": 54_820,
     "files that name softcap": 28,
     "files that name sinks": 36,
     "files attention() imports": 40,
     "lines attention() imports": 5_683,
     # One record, one dispatcher, one file of checks, one way to launch
-    "records per 1,000 lines, host": 3.08,
+    "records per 1,000 lines, host": 3.07,
     "records per 1,000 lines, device": 6.33,
     "records built at one place, host": 20,
     "records built at one place, device": 56,

@@ -111,13 +111,11 @@ def refuse_captured_gradients(modifiers: FlatMods) -> None:
 
 def _signature(call: ShardCall, numbers: Numbers, *, shapes: list[str]) -> str:
     """Writes the call as a text, without the tokens, of which each rank has its own number."""
-    layout, rng = call.layout, call.extras.dropout_rng
-    if rng is not None:  # what is on a GPU is not read: that would wait for it
-        rng = tuple(rng.tolist()) if rng.device.type == "cpu" else "of the device"
+    layout = call.layout
     options: dict[str, Any] = numbers._asdict()
     options |= dict(causal=None, window=None, dropout_p=numbers.dropout_p or None)
     for name, x in zip(Extras._fields, call.extras.optional):
-        options[name] = rng if name == "dropout_rng" else x if x is None else tuple(x.shape)
+        options[name] = x if x is None else f"{tuple(x.shape)} {values_of(x)}"
     options["mask_mod"] = _digest(serialize(call.mods.mask))
     options["score_mod"] = _digest(serialize(call.mods.score))
     options["bitwise"] = None if call.bitwise else False
@@ -129,6 +127,13 @@ def _signature(call: ShardCall, numbers: Numbers, *, shapes: list[str]) -> str:
         *(f"{name}={value}" for name, value in options.items() if value is not None),
     ]
     return ", ".join(parts)
+
+
+def values_of(x: Tensor) -> str:
+    """Writes what a tensor holds, which all ranks must pass alike. What is on a GPU is not read:
+    that would wait for it.
+    """
+    return f"of values {_digest(repr(x.tolist()))}" if x.device.type == "cpu" else "of the device"
 
 
 @functools.lru_cache(maxsize=1024)

@@ -101,7 +101,10 @@ def attention(
     with reporting(layout, (q, k, v)):
         entry = None
         has_functions = not (mask_mod is score_mod is dropout_rng is None)
-        if not has_functions and _is_plain(dropout_p, return_lse, others=others):
+        # Ranks compare what these hold, at each call
+        holds_values = any(torch.is_tensor(x) and x.is_cpu for x in (alibi_slopes, sinks))
+        is_known = not (has_functions or holds_values)
+        if is_known and _is_plain(dropout_p, return_lse, others=others):
             settings = causal, scale, softcap, deterministic, backend, method, bitwise, order
             tensors, settings = (q, k, v, alibi_slopes, sinks), (*settings, dropout_p)
             entry = known_calls.entry_of_call(layout, tensors, settings=settings, window=window)

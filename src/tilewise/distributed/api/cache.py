@@ -4,6 +4,7 @@ appends them, and attention that reads each rank's keys and exchanges results on
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from ...dispatch import choose_cached
-from ...errors import ArgumentError, a_type
+from ...errors import ArgumentError
 from ...features import refuse_gradients
 from ...frontend.append import append
 from ...frontend.attention import attention
@@ -27,6 +28,7 @@ from ...problem import OPEN, Extras
 from ...tile.rotary import Rotary
 from ..layouts.group import checked
 from ..layouts.work import Band, band_of
+from .agreement import Agreement, check_pages
 
 Tensor = torch.Tensor
 # Arguments of `tilewise.attention` for which it does not matter where a key is
@@ -67,6 +69,8 @@ class CacheShards:
         self.is_planned = type(self.group) is int
         self.ranks = self.group if self.is_planned else dist.get_world_size(self.group)
         self.rank = 0 if self.is_planned else dist.get_rank(self.group)
+        is_alone = self.is_planned or self.ranks == 1
+        self.agreement = None if is_alone else Agreement(self.group)
 
     def lengths(self, seqused_k: Tensor, rank: int | None = None) -> Tensor:
         """The keys that a rank has of each sequence, by default this one, int32.
@@ -97,7 +101,7 @@ class CacheShards:
         `tilewise.cache.append` does. k and v are (batch, seqlen_new, nheads_k, headdim), the last
         ones of the `seqused_k` keys of each whole sequence.
         """
-        self._check_pages(k_cache, seqused_k, page_table=page_table, batch=len(k))
+        check_pages(k_cache, seqused_k, page_table=page_table, piece=self.piece, batch=len(k))
         last, page_size = seqused_k.long().unsqueeze(1), k_cache.shape[1]
         position = last - k.shape[1] + torch.arange(k.shape[1], device=last.device)
         piece, place = position // self.piece, position % self.piece
@@ -150,14 +154,20 @@ class CacheShards:
             ArgumentError: an argument is wrong.
             NotImplementedError: an argument is not supported here, or asks for pieces on a GPU.
         """
-        self._check_pages(k_cache, seqused_k, page_table=page_table, batch=len(q))
-        self._check(causal=causal, options=options)
-        # The first rank alone adds them
-        if (sinks := options.get("sinks")) is not None and sinks.shape != q.shape[2:3]:
-            raise ArgumentError(f"sinks has shape {tuple(sinks.shape)}: it must be ({q.shape[2]},)")
-        refuse_gradients("cached", [("q", q), ("k", k_cache), ("v", v_cache)])
-        band = band_of(window, causal is not False)
-        size = self._split_size(q, k_cache, split_size=split_size)
+        with self._reporting():
+            where: Any = dict(page_table=page_table, piece=self.piece, batch=len(q))
+            check_pages(k_cache, seqused_k, **where)
+            self._check(causal=causal, options=options)
+            # The first rank alone adds them
+            if (sinks := options.get("sinks")) is not None and sinks.shape != q.shape[2:3]:
+                shape = tuple(sinks.shape)
+                raise ArgumentError(f"sinks has shape {shape}: it must be ({q.shape[2]},)")
+            refuse_gradients("cached", [("q", q), ("k", k_cache), ("v", v_cache)])
+            band = band_of(window, causal is not False)
+            size = self._split_size(q, k_cache, split_size=split_size)
+            if self.agreement is not None:
+                about = f"window={tuple(band)}, split_size={size}, pieces of {self.piece}"
+                self.agreement.check(q, dict(seqused_k=seqused_k, sinks=sinks), about)
         if self.ranks == 1:
             options |= dict(seqused_k=seqused_k, page_table=page_table, split_size=split_size)
             options["window"] = band.left, band.right
@@ -177,6 +187,9 @@ class CacheShards:
             out, lse = self._merge(q, k_cache, v_cache, options=options)
         return (out, lse) if return_lse else out
 
+    def _reporting(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if self.agreement is None else self.agreement.reporting()
+
     def _check(self, *, causal: Any, options: Any) -> None:
         refused = [name for name in options if name not in PASSED]
         if refused:
@@ -193,21 +206,6 @@ class CacheShards:
                 "causal='top_left' with a cache: the queries are the last ones of their sequence, "
                 "so it must be False, True or 'bottom_right'"
             )
-
-    def _check_pages(self, k_cache: Tensor, seqused_k: Any, *, page_table: Any, batch: int) -> None:
-        if self.piece % k_cache.shape[1]:
-            raise ArgumentError(
-                f"k_cache has pages of {k_cache.shape[1]} keys: piece={self.piece} must be a "
-                "multiple of that"
-            )
-        for name, x, dims in (("seqused_k", seqused_k, 1), ("page_table", page_table, 2)):
-            if not isinstance(x, Tensor) or x.dtype != torch.int32:
-                raise ArgumentError(f"{name} is {a_type(x)}: it must be an int32 tensor")
-            if x.dim() != dims or len(x) != batch:
-                shape = f"({batch}, pages)" if dims == 2 else f"({batch},)"
-                raise ArgumentError(f"{name} has shape {tuple(x.shape)}: it must be {shape}")
-        if seqused_k.device.type == "cpu" and (seqused_k < 0).any():
-            raise ArgumentError(f"seqused_k={seqused_k.tolist()}: lengths must be at least 0")
 
     def _split_size(self, q: Tensor, k_cache: Tensor, split_size: int | None) -> int:
         """The keys of a piece of the call; 0 where nothing asks for pieces."""
@@ -276,14 +274,19 @@ class CacheShards:
         cached = Cached(q, k_cache, v_cache, options["page_table"], extras=extras)
         descales = {name: options.get(name) for name in ("k_descale", "v_descale")}
         cached = cached._replace(backend=options.get("backend"), **descales)
-        cached = check_cached(cached, numbers, split_size=size, mask_mod=options["mask_mod"])
-        if choose_cached(cached) is not cpu_cache:
-            raise NotImplementedError(
-                "split_size (or batch_invariant) with cache shards on a GPU: its kernels fold the "
-                "pieces of a tile themselves, and write no states for others; leave split_size "
-                "out, so that results of ranks are merged, with the same bits in every run"
-            )
-        states = self._gather(cache_states.write_states(cached, keys))
+        agreement: Any = self.agreement
+        with agreement.reporting():
+            cached = check_cached(cached, numbers, split_size=size, mask_mod=options["mask_mod"])
+            if choose_cached(cached) is not cpu_cache:
+                raise NotImplementedError(
+                    "split_size (or batch_invariant) with cache shards on a GPU: its kernels fold "
+                    "the pieces of a tile themselves, and write no states for others; leave "
+                    "split_size out, so that results of ranks are merged, with the same bits in "
+                    "every run"
+                )
+            states = cache_states.write_states(cached, keys)
+            agreement.meet()
+        states = self._gather(states)
         # By rank, then by its pieces: piece i of all ranks comes before piece i + 1
         pieces = states.unflatten(1, (-1, cache_states.states_in(self.piece, size)))
         return cache_states.fold_states(cached, pieces.transpose(0, 1).flatten(0, 2))
