@@ -7,6 +7,7 @@ Two rewrites restore this; everything else in a kernel means the same in Python.
 
 import ast
 import inspect
+import linecache
 import textwrap
 import types
 from collections.abc import Callable
@@ -54,10 +55,13 @@ class _AsCompiled(ast.NodeTransformer):
 
 
 def _rewrite(fn: Callable[..., Any]) -> types.CodeType | None:
-    try:
-        lines, first = inspect.getsourcelines(fn)
-    except (OSError, TypeError):
+    path, first = fn.__code__.co_filename, fn.__code__.co_firstlineno
+    # As inspect.getsourcelines, which looks through all modules before
+    linecache.checkcache(path)
+    lines = linecache.getlines(path, fn.__globals__)
+    if len(lines) < first:
         return None
+    lines = inspect.getblock(lines[first - 1 :])
     function = ast.parse(textwrap.dedent("".join(lines))).body[0]
     if not isinstance(function, ast.FunctionDef):
         return None

@@ -4,6 +4,7 @@ Layouts distribute a block over threads; here a block is one tensor, so layout a
 accepted and ignored. Maximum and minimum pass NaN on, so that poison stays visible.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -32,7 +33,13 @@ def num_warps() -> int:
 
 
 def arange(start: Any, end: Any, layout: Any = None) -> Value:
-    return Value(torch.arange(int(start), int(end), dtype=torch.int32), tl.int32)
+    return Value(_arange(int(start), int(end)), tl.int32)
+
+
+@functools.lru_cache(maxsize=256)
+def _arange(start: int, end: int) -> torch.Tensor:
+    with torch.inference_mode(False):  # for launches of either mode
+        return torch.arange(start, end, dtype=torch.int32)
 
 
 def full(shape: Any, value: Any, dtype: Any, layout: Any = None) -> Value:

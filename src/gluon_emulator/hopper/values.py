@@ -276,9 +276,8 @@ def binary(name: str, a: Any, b: Any) -> Any:
 def _exact(operation: Any, x: Any, y: Any, dtype: Any) -> Any:
     if dtype is not tl.int32 or not (isinstance(x, torch.Tensor) or isinstance(y, torch.Tensor)):
         return fit(operation(x, y), dtype)
-    # Blocks of int32 are indices: small, and worth a check.
-    x, y = (v.long() if isinstance(v, torch.Tensor) else v for v in (x, y))
-    wide = operation(x, y)
+    # Blocks of int32 are indices: small, and worth a check. One operand makes the result wide
+    wide = operation(x.long(), y) if isinstance(x, torch.Tensor) else operation(x, y.long())
     low, high = (bound.item() for bound in wide.aminmax())
     if low < -(2**31) or high >= 2**31:
         raise OverflowError(f"int32 values reach {low} to {high}: cast to int64 before it")
