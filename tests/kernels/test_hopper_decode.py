@@ -167,3 +167,15 @@ def test_training_has_the_bits_of_decoding():
         part = type(s)([s.q[0][a:b]], [s.k[0][:b]], [s.v[0][:b]])
         found = run(part, 16, causal=True)
         assert_equal(found, (out[0, a:b].detach(), lse[0, :, a:b].detach()))
+
+
+def test_tma_copies_few_bytes_ahead():
+    """At most 96 KB, but always a second block while one is in use."""
+    from tilewise.kernels.hopper.decode.tiles import few_rows_tile
+
+    for by_tma, shape, expected in (
+        (True, (64, 128, 128), 3),
+        (False, (64, 128, 128), 6),
+        (True, (64, 256, 256), 2),
+    ):
+        assert few_rows_tile(shape, 8, by_tma=by_tma).STAGES == expected

@@ -21,6 +21,7 @@ from tilewise.tile.split_schedule import (
     divide_equally,
     find_alternating,
     find_sequence,
+    is_sliced,
     pieces_of_part,
     sequence_at,
     share_of,
@@ -81,9 +82,12 @@ def share_kernel(
     """How a tile of the first sequence is divided equally."""
     lane, call = tl.arange(0, 32), SplitCall(optionals, sizes, numbers)
     share = share_of(lane, programs, call, FEATURES, TOKENS)
-    found = divide_equally(sequence_at(programs * 0, call, FEATURES).pieces, share)
+    of = sequence_at(programs * 0, call, FEATURES)
+    found = divide_equally(of.pieces, share)
     tl.store(out, found.length)
     tl.store(out + 1, found.parts)
+    rows = TOKENS * FEATURES.GROUP
+    tl.store(out + 2, is_sliced(of.pieces, found, of.seqlen_q, FEATURES, rows).to(tl.int32))
 
 
 @triton.jit
@@ -178,13 +182,31 @@ def test_parts_of_both_kinds_alternate(queries, lengths, programs):
     ],
 )
 def test_equal_parts_of_a_tile(batch, keys, room, expected):
+    assert equal_parts(batch, keys, 1, room)[:2] == list(expected)
+
+
+def equal_parts(batch, keys, queries, room):
+    """What `share_kernel` finds."""
     used = torch.full((batch,), keys, dtype=torch.int32)
     optionals = NOTHING._replace(seqused_k=used)
-    sizes = SplitSizes(0, 8, 1, 2**20, batch, 512, room)
-    found = torch.zeros(2, dtype=torch.int32)
+    sizes = SplitSizes(0, 8, queries, 2**20, batch, 512, room)
+    found = torch.zeros(3, dtype=torch.int32)
     of = features(GROUP=GROUP, SEQUSED_K=True)
     interpret(share_kernel)[(1,)](found, 132, optionals, sizes, NUMBERS, FEATURES=of, TOKENS=16)
-    assert tuple(found.tolist()) == expected
+    return found.tolist()
+
+
+@pytest.mark.parametrize(
+    "batch, queries, expected",
+    [
+        (1, 8, True),  # 15 pieces behind the first of 16 parts
+        (1, 4, False),
+        (8, 8, False),  # 8 behind the first of two parts, which are the programs' only ones
+        (32, 8, False),  # whole
+    ],
+)
+def test_which_tiles_are_folded_in_slices(batch, queries, expected):
+    assert equal_parts(batch, 8192, queries, 2**20)[2] == expected
 
 
 STEPS = {

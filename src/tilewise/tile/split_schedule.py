@@ -32,7 +32,7 @@ LAST_PIECES = tl.constexpr(3)  # of each program, which are parts of their own
 MANY_TILES = tl.constexpr(8)  # of each program: parts become shorter
 UNEVEN = tl.constexpr(0.75)  # pieces of the mean tile over the longest's: parts become shorter
 LONGEST_UNEVEN = tl.constexpr(8)  # equal parts of that: a longer one ends last in any order
-MANY_STATES = tl.constexpr(256)  # of a tile, pieces times rows; more are folded by all programs
+MANY_STATES = tl.constexpr(256)  # of a tile, pieces behind the first part times rows: all fold
 LAST = tl.constexpr(2**31 - 1)  # a number past all parts
 MOST, MANY = tl.constexpr(2**15), tl.constexpr(2**25)
 LONG_ROWS = tl.constexpr(64)  # with more, tiles wait for tensor cores rather than for memory
@@ -241,10 +241,10 @@ def pieces_of_part(part, division):
 
 
 @triton.jit
-def is_sliced(pieces, parts, seqlen_q, FEATURES: tl.constexpr, ROWS: tl.constexpr):
+def is_sliced(pieces, division, seqlen_q, FEATURES: tl.constexpr, ROWS: tl.constexpr):
     """Whether a sequence's tiles are folded in slices."""
     rows = tl.minimum(seqlen_q * FEATURES.GROUP, ROWS)
-    return (parts > 1) & (pieces * rows > MANY_STATES)
+    return (division.parts > 1) & ((pieces - division.length) * rows > MANY_STATES)
 
 
 @triton.jit
@@ -284,7 +284,7 @@ def find_sequence(
         parts, times = division.parts, division.parts
         if IS_FOLD:
             slices = slices_of(of.seqlen_q, FEATURES, ROWS=ROWS, BLOCK_DV=BLOCK_DV)
-            has_slices = is_sliced(of.pieces, parts, of.seqlen_q, FEATURES, ROWS)
+            has_slices = is_sliced(of.pieces, division, of.seqlen_q, FEATURES, ROWS)
             times = tl.where(has_slices, slices, 0)
         works = tiles * times
         if is_long is not None:

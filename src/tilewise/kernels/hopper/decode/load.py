@@ -98,9 +98,10 @@ def load_partition(sources, rings, counters, call, FEATURES: gl.constexpr, TILE:
     EQUALLY: gl.constexpr = TILE.WARPGROUPS > 1
     part = find_sequence(number, hint, lane, share, call, True, EQUALLY, FEATURES, FOLDED, DV)
     while part.is_work:
-        fetched = fetch_next_tile(counters, True)
         work = open_slice(part, share, call=call, FEATURES=FEATURES, ROWS=FOLDED, BLOCK_DV=DV)
         await_parts(work, counters, call=call, FEATURES=FEATURES)
+        # Not before: programs that are done early would have two, and others none
+        fetched = fetch_next_tile(counters, True)
         send(rings.messages, messages_state, fields=work)
         messages_state = advance(messages_state, 2)
         number = next_number(fetched, programs, FEATURES=FEATURES, TILE=TILE)

@@ -17,6 +17,9 @@ SHORTEST_PAGE = 8  # rows after which the swizzle of shared memory repeats
 # longer than threads' copies, on an H100, 32 sequences with 8Ki keys, 1.04 to 1.07, 1.03 to 1.06
 # and 1.01 to 1.02 of the time, more with more queries; of 8 bits 1.08 to 1.12
 SHORTEST_BOX = 64
+# Bytes of keys and values that TMA may be copying to a program with few rows. With more, what else
+# goes to memory, partial states above all, waits behind them: docs/design/decode.md
+IN_FLIGHT = 96 * 2**10
 CACHES = {torch.float8_e4m3fn: "e4m3", torch.int8: "int8"}  # of 8 bits
 
 
@@ -76,7 +79,9 @@ def few_rows_tile(
 
     def stages_of(programs: int) -> int:
         room = room_of(programs, by_tma) - rows * swapped_row(shape, q_stages)
-        return min(room // (2 * block_n * (block_d + block_dv)), 8)
+        stage = 2 * block_n * (block_d + block_dv)
+        most = max(IN_FLIGHT // stage, 2) if by_tma else 8
+        return min(room // stage, most)
 
     programs = 2 if is_beside_chunks and stages_of(2) > 2 else 1
     return SplitPipeline(

@@ -115,7 +115,7 @@ def open_part(found, share, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
     return Work(
         PART, start, tile // tiles, found.batch, first_q, seqlen_q, seqlen_k,
         piece, stop, first_seen, division.length, parts, found.rows, part,
-        is_sliced(pieces, parts, seqlen_q=seqlen_q, FEATURES=FEATURES, ROWS=TILE.ROWS),
+        is_sliced(pieces, division, seqlen_q=seqlen_q, FEATURES=FEATURES, ROWS=TILE.ROWS),
     )  # fmt: skip
 
 
