@@ -26,6 +26,14 @@ IS_MEASURED = triton.__version__.startswith("3.6.")
 SPILLS = {64: 52, 128: 12, 192: 40, 256: 80}
 PACKED_SPILLS = {64: 28, 128: 12, 192: 12, 256: 32}
 SOFTCAP_SPILLS = 330
+# Of plain shapes by newer ones, on 2026-11-27: 3.8 spills outside of the loop of blocks. 3.9 does
+# in it, as it asks its ptxas, 13.4, for a level of allocating registers that spills more.
+NEWER = {
+    "3.8": {(64, False): 28, (64, True): 24, (192, False): 4, (192, True): 8}
+    | {(256, False): 4, (256, True): 8},
+    "3.9": {(64, False): 116, (64, True): 108, (128, False): 16, (128, True): 208}
+    | {(192, False): 32, (192, True): 92, (256, False): 20},
+}
 
 # With modifiers, at headdim 64, 128 and 256. A derivative takes the registers that softcap's does,
 # dropout those of a few random numbers at a time. 8 bytes are once a program, or once a tile.
@@ -141,6 +149,15 @@ def compiled_stats(*headdims, most=None, **features):
 @pytest.mark.parametrize("causal", [False, True])
 def test_plain(headdim, causal):
     compiled_stats(headdim, causal=causal)
+
+
+@pytest.mark.skipif(triton.__version__[:3] not in NEWER, reason="limits are those of newer Triton")
+@pytest.mark.parametrize("headdim", [64, 128, 192, 256])
+@pytest.mark.parametrize("causal", [False, True])
+def test_newer_triton(headdim, causal):
+    found = compiled_stats(headdim, causal=causal)
+    most = NEWER[triton.__version__[:3]].get((headdim, causal), 0)
+    assert found["spill_stores"] <= most and not found["wgmma_serialized"], found
 
 
 @pytest.mark.slow
