@@ -20,7 +20,7 @@ from ..layouts.group import store_of, timeout_of
 from .failure import RankLost, RankMismatch, listed
 
 NOTE = "\0"  # begins what a rank adds to its text, which is not compared
-SUM, TURNS = 44, 7  # bits of the sum of fingerprints, below that of turns
+SUM, TURNS = 44, 7  # bits of the sum of fingerprints, of up to 4,096 ranks, below that of turns
 OVER = 1 << 62  # in the place of an epoch's sums, once an error has ended it
 LATE = 0.05  # seconds of waiting, after which a rank says that it is here
 # Keys of an epoch. Of three sums an error ends the next two, while ranks still look at the first
