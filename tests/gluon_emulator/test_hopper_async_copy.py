@@ -15,6 +15,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from gluon_emulator.hopper import HopperError, emulate
 from tilewise.testing import build
 
+copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+
 pytestmark = pytest.mark.emulator
 
 
@@ -29,9 +31,7 @@ def square_kernel(a, c, rows, WAIT: gl.constexpr, FENCE: gl.constexpr):
     mbarrier.init(full, count=128)
     row = gl.arange(0, 64, gl.SliceLayout(1, COPY))[:, None]
     column = gl.arange(0, 64, gl.SliceLayout(0, COPY))[None, :]
-    async_copy.async_copy_global_to_shared(
-        tile, a + row * 64 + column, mask=row + column * 0 < rows
-    )
+    copy_async(tile, a + row * 64 + column, mask=row + column * 0 < rows)
     async_copy.mbarrier_arrive(full, increment_count=False)
     if WAIT:
         mbarrier.wait(full, 0)
@@ -74,7 +74,7 @@ def unfinished_kernel(a):
     tile = gl.allocate_shared_memory(gl.float16, [64, 64], TILE)
     row = gl.arange(0, 64, gl.SliceLayout(1, COPY))[:, None]
     column = gl.arange(0, 64, gl.SliceLayout(0, COPY))[None, :]
-    async_copy.async_copy_global_to_shared(tile, a + row * 64 + column)
+    copy_async(tile, a + row * 64 + column)
 
 
 def test_a_program_must_not_end_before_its_copies_land():

@@ -68,6 +68,7 @@ _TMA: dict[str, Any] = {
 }
 
 _ASYNC_COPY: dict[str, Any] = {
+    "async_load": async_copy.async_copy_global_to_shared,
     "async_copy_global_to_shared": async_copy.async_copy_global_to_shared,
     "mbarrier_arrive": async_copy.mbarrier_arrive,
 }

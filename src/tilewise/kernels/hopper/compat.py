@@ -7,11 +7,13 @@ from typing import Any
 from triton.backends.nvidia import driver
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from ..common import direct
 
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 _IS_PUBLIC = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))

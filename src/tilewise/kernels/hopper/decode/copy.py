@@ -9,6 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+from ..compat import copy_async
 from ..layouts import column_of, row_of
 from ..pieces import in_pieces
 from ..pipeline import advance, start, wait_empty
@@ -93,4 +94,4 @@ def copy_block(
     ptrs = gl.max_contiguous(gl.multiple_of(ptrs, [1, 16]), [1, PIECE])
     inside = gl.max_constancy((begins >= 0) & (columns < HEADDIM)[None, :], [1, PIECE])
     buffer = ring.buffers.index(state.stage).reshape((N, BLOCK))
-    async_copy.async_copy_global_to_shared(buffer, ptrs, mask=inside)
+    copy_async(buffer, ptrs, mask=inside)

@@ -11,6 +11,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ...common.io import clear_tail
+from ..compat import copy_async
 from ..layouts import column_of, row_of
 from ..pieces import in_pieces, piece_of, pieces_of
 from ..pipeline import advance, start, wait_empty
@@ -77,4 +78,4 @@ def load_queries(work, q, buffer, FEATURES: gl.constexpr, TILE: gl.constexpr):
                     loaded = even_before_odd(loaded)
                 buffer.slice(first, ROWS).store(loaded)
             else:
-                async_copy.async_copy_global_to_shared(buffer.slice(first, ROWS), ptrs, mask=exist)
+                copy_async(buffer.slice(first, ROWS), ptrs, mask=exist)

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+from ..compat import copy_async
 
 
 class Scales(NamedTuple):
@@ -82,4 +83,4 @@ def copy_row_scales(scales, smem, work, rows):
     """
     ptrs = scales.ptr + work.head_k.to(gl.int64) * scales.head + rows.page * scales.batch
     ptrs = ptrs + rows.row * scales.row
-    async_copy.async_copy_global_to_shared(smem, ptrs, mask=rows.is_used)
+    copy_async(smem, ptrs, mask=rows.is_used)
