@@ -157,7 +157,10 @@ def test_plain(headdim, causal):
 def test_newer_triton(headdim, causal):
     found = compiled_stats(headdim, causal=causal)
     most = NEWER[triton.__version__[:3]].get((headdim, causal), 0)
-    assert found["spill_stores"] <= most and not found["wgmma_serialized"], found
+    assert found["spill_stores"] <= most, found
+    # ptxas 13.4 has too few registers for the wgmma of 192 columns to overlap; 12.9 has enough
+    is_serialized = triton.__version__.startswith("3.9.") and headdim == 192
+    assert found["wgmma_serialized"] == is_serialized, found
 
 
 @pytest.mark.slow
