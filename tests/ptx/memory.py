@@ -139,8 +139,10 @@ class SharedMemory:
         self.mark(places, warps)
 
     def mark(self, places: np.ndarray, warps: np.ndarray) -> None:
-        """Written by threads."""
+        """Written by threads. Of a unit that is written as a whole, no earlier writer is left."""
         units = places // self.UNIT
+        if places.shape[1] % self.UNIT == 0:
+            self.unfenced[units] = 0
         np.bitwise_or.at(self.unfenced, units, np.uint32(1) << warps.astype(np.uint32)[:, None])
         self.fenced_by[units] = 0
 

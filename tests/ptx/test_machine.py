@@ -13,7 +13,7 @@ from ptx.copies import TensorMap, swizzled
 from ptx.errors import AsyncFault, BarrierFault, Deadlock, Divergence, MemoryFault, PtxError
 from ptx.launch import machine_of
 from ptx.machine import Cta
-from ptx.memory import GlobalMemory
+from ptx.memory import SHARED, GlobalMemory, SharedMemory
 
 pytestmark = pytest.mark.slow
 
@@ -177,6 +177,27 @@ st.global.b32 [%rd3], %r4;
 def test_a_barrier_of_two_warps():
     found = run_lines(EXCHANGE.format(barrier="bar.sync 0;"))
     assert (found == np.arange(64) ^ 32).all()
+
+
+def test_what_is_written_over_needs_the_fence_of_the_last_writer_alone():
+    """Warp 5 copies, all of a warpgroup fence, and three of them clear what one of them may not."""
+    memory, first, rows = SharedMemory(64), np.array([SHARED]), np.zeros((1, 16), np.uint8)
+    readers, units = [0, 1, 2, 3], np.arange(SHARED, SHARED + 16)
+    memory.store(first, rows, "copies", np.array([5]))
+    with pytest.raises(AsyncFault, match="wgmma reads byte 0"):
+        memory.check_fenced(units, readers, "wgmma")
+    memory.fence(np.array(readers))
+    memory.check_fenced(units, readers, "wgmma")
+    memory.store(first, rows, "clears", np.array([2]))
+    with pytest.raises(AsyncFault):
+        memory.check_fenced(units, readers, "wgmma")
+    memory.fence(np.array([1, 2, 3]))
+    memory.check_fenced(units, readers, "wgmma")
+    memory.store(first, rows, "copies", np.array([5]))
+    memory.store(first, rows[:, :4], "clears in part", np.array([2]))
+    memory.fence(np.array([1, 2, 3]))
+    with pytest.raises(AsyncFault):  # the rest is still what warp 5 wrote
+        memory.check_fenced(units[:8], readers, "wgmma")
 
 
 def test_shared_memory_begins_poisoned():
