@@ -55,10 +55,9 @@ def first_number(programs, counters, FEATURES: gl.constexpr, TILE: gl.constexpr)
 def is_on_decoding_sm(decoding, TILE: gl.constexpr):
     """Whether a program is on one of the SMs that decode, or the first, so that there is one.
 
-    Only the hardware says which SM a program is on. Two neighbours share their way to memory, on
-    which decodes of 8 bits wait for the copies of chunks: an H100, 63 of them and a chunk of 2Ki,
-    1,120 us where neighbours are of both kinds, 740 where of one. So pairs decode, evenly among
-    all.
+    Only the hardware says which SM a program is on. 63 decodes of 8 bits and a chunk of 2Ki took an
+    H100 1,120 us where the two SMs of a pair were of both kinds, and 740 where of one: they may
+    share their way to memory. So pairs decode, evenly among all.
     """
     sms = gl.cdiv(gl.num_programs(0), TILE.PROGRAMS)
     pair = number_of_sm() // 2
