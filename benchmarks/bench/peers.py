@@ -3,10 +3,14 @@
 FA3 is its package or, where TILEWISE_FA3 names one, its library without the package; FA2 is
 `flash_attn`, FA4 is `flash_attn.cute`. All mask causally at the bottom right, as we do. A feature
 is passed by the name that the library gives it; a library without that argument refuses the shape.
+
+Backwards are timed without autograd: FA3's operator, and FA4's, whose host takes longer than a
+short one, in a CUDA graph.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import os
@@ -21,6 +25,7 @@ from tilewise.explain.modifiers import words_of
 from tilewise.explain.shapes import FP8, Shape
 
 from .arguments import options_of
+from .graphs import Replayed
 
 if TYPE_CHECKING:
     from .providers import Attend
@@ -74,6 +79,26 @@ def prepare_fa3_fp8(shape: Shape, device: str) -> Attend:
     except ImportError as error:
         raise Absent(f"{FA3_FP8} is not installed, the forward with FP8 ({error})") from error
     return from_library(getattr(torch.ops, FA3_FP8), shape, device)
+
+
+def prepare_fa4(shape: Shape, device: str) -> Attend:
+    """From the package; a backward on a GPU by the functions below it, which autograd calls."""
+    attend = from_package(FA4_MODULES, shape, device)
+    if shape.direction != "bwd" or not device.startswith("cuda"):
+        return attend
+    interface = importlib.import_module(FA4_MODULES[0])
+    options = features_of(shape, device) | packing_of(shape, device)
+    left, right = options.pop("window_size", (None, None))
+    options |= dict(softmax_scale=shape.headdim**-0.5, causal=shape.causal)
+    options |= dict(window_size_left=left, window_size_right=right)
+    forward = functools.partial(interface._flash_attn_fwd, return_lse=True, **options)
+    backward = functools.partial(interface._flash_attn_bwd, **options)
+    return Passes(lambda q, k, v: forward(q, k, v)[:2], in_order(backward), is_replayed=True)
+
+
+def in_order(backward: Callable[..., object]) -> Callable[..., object]:
+    """FA4's backward as FA3's: dout comes first."""
+    return lambda dout, q, k, v, out, lse, **own: backward(q, k, v, out, dout, lse, **own)
 
 
 def unfit(shape: Shape, device: str, majors: Collection[int]) -> str | None:
@@ -235,6 +260,7 @@ class Passes(NamedTuple):
 
     fwd: Callable[..., Sequence[Tensor]]
     bwd: Callable[..., object]
+    is_replayed: bool = False  # the backward, from a CUDA graph
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return _Library.apply(q, k, v, self)
@@ -251,6 +277,9 @@ class Passes(NamedTuple):
             self.bwd(dout, q, k, v, out, lse, **into)
             return grads
 
+        if self.is_replayed:
+            graph = Replayed([backward])
+            return out, lambda: graph()[0]
         return out, backward
 
 

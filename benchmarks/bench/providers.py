@@ -315,9 +315,7 @@ PROVIDERS = {
         "fa2", *peers.asked(partial(peers.from_package, peers.FA2_MODULES), peers.FA2_MAJORS)
     ),
     "fa3": Provider("fa3", *peers.asked(peers.prepare_fa3, peers.FA3_MAJORS)),
-    "fa4": Provider(
-        "fa4", *peers.asked(partial(peers.from_package, peers.FA4_MODULES), peers.FA4_MAJORS)
-    ),
+    "fa4": Provider("fa4", *peers.asked(peers.prepare_fa4, peers.FA4_MAJORS)),
     "flex": Provider("flex", _refuse_flex, _prepare_flex, layout="bhsd"),
     "standard": Provider("standard", _refuse_standard, _prepare_standard),
 }

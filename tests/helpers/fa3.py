@@ -1,6 +1,11 @@
-"""The schemas of FA3's operators, and functions that stand in for them."""
+"""The schemas of FA3's operators, and what stands in for them and for packages of attention."""
+
+import sys
+import types
 
 import torch
+
+from benchmarks.bench import peers
 
 FWD = (
     "fwd(Tensor q, Tensor k, Tensor v, Tensor? page_table, Tensor? q_v=None,"
@@ -40,3 +45,17 @@ def as_keywords(schema, function, positional):
         return function(*first, **named)
 
     return call
+
+
+def install(monkeypatch, module, **functions):
+    """A package with these functions, and nothing else of its kind."""
+    monkeypatch.delenv(peers.FA3_LIBRARY, raising=False)
+    monkeypatch.setattr(peers, "unfit", lambda shape, device, majors: None)
+    fake = types.ModuleType(module)
+    vars(fake).update(functions)
+    parts = module.split(".")
+    for end in range(1, len(parts)):
+        package = types.ModuleType(".".join(parts[:end]))
+        package.__path__ = []
+        monkeypatch.setitem(sys.modules, package.__name__, package)
+    monkeypatch.setitem(sys.modules, module, fake)

@@ -1,13 +1,11 @@
 """Window, softcap, ALiBi and sinks in the bench: counted, checked, given where they are taken."""
 
 import itertools
-import sys
-import types
 from pathlib import Path
 
 import pytest
 import torch
-from helpers.fa3 import BWD, FWD, as_keywords
+from helpers.fa3 import BWD, FWD, as_keywords, install
 from helpers.tiers import sample_rows
 
 from benchmarks.bench import load, peers, run_suite
@@ -202,20 +200,6 @@ def test_the_library_refuses_alibi_and_sinks(feature, argument, library, monkeyp
     assert reason == f"it takes no argument {argument!r}"
 
 
-def packaged(monkeypatch, module, function):
-    """`function` as the flash_attn_func of a module."""
-    monkeypatch.delenv(peers.FA3_LIBRARY, raising=False)
-    parts = module.split(".")
-    for end in range(1, len(parts)):
-        package = types.ModuleType(".".join(parts[:end]))
-        package.__path__ = []
-        monkeypatch.setitem(sys.modules, package.__name__, package)
-    fake = types.ModuleType(module)
-    fake.flash_attn_func = function
-    monkeypatch.setitem(sys.modules, module, fake)
-    monkeypatch.setattr(peers, "unfit", lambda shape, device, majors: None)
-
-
 def test_fa3s_package_takes_window_and_softcap(monkeypatch):
     seen = []
 
@@ -223,7 +207,7 @@ def test_fa3s_package_takes_window_and_softcap(monkeypatch):
         seen.append((causal, window_size, softcap))
         return q
 
-    packaged(monkeypatch, "flash_attn_interface", function)
+    install(monkeypatch, "flash_attn_interface", flash_attn_func=function)
     fa3 = provider("fa3")
     fa3.prepare(SMALL._replace(window=5, softcap=1.5), "cpu")(*make_inputs(SMALL, "cpu")[:3])
     assert seen == [(True, (5, 0), 1.5)]
@@ -240,7 +224,7 @@ def test_fa4_takes_sinks_too(monkeypatch):
         seen.append((window_size, learnable_sink))
         return q
 
-    packaged(monkeypatch, "flash_attn.cute.interface", function)
+    install(monkeypatch, "flash_attn.cute.interface", flash_attn_func=function)
     fa4, inputs = provider("fa4"), make_inputs(SMALL, "cpu")
     fa4.prepare(SMALL, "cpu")(*inputs[:3])
     fa4.prepare(SMALL._replace(window=5, sinks=True), "cpu")(*inputs[:3])

@@ -6,7 +6,7 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.fa3 import BWD, FWD, as_keywords
+from helpers.fa3 import BWD, FWD, as_keywords, install
 
 from benchmarks.bench import load, peers, run_suite
 from benchmarks.bench.check import make_inputs, results_of
@@ -196,6 +196,44 @@ def test_the_backward_of_the_library_is_its_operator_into_the_same_gradients(ope
         torch.testing.assert_close(one, want[name])
 
 
+def test_the_backward_of_fa4_is_replayed_from_a_graph(monkeypatch):
+    """Its functions below autograd, with the arguments of the shape."""
+    seen = []
+
+    def forward(q, k, v, return_lse=False, **options):
+        seen.append(options)
+        out = standard_attention(q, k, v, options["causal"])
+        return out, q.new_zeros(q.shape[0], q.shape[2], q.shape[1]), None, None
+
+    def backward(q, k, v, out, dout, lse, dq=None, dk=None, dv=None, **options):
+        seen.append(options)
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        again = standard_attention(*leaves, options["causal"])
+        for into, value in zip((dq, dk, dv), torch.autograd.grad(again, leaves, dout)):
+            into.copy_(value)
+
+    def function(q, k, v, softmax_scale=None, causal=False, window_size=(None, None)):
+        raise AssertionError("autograd's")
+
+    functions = dict(_flash_attn_fwd=forward, _flash_attn_bwd=backward)
+    install(monkeypatch, peers.FA4_MODULES[0], flash_attn_func=function, **functions)
+    graphs = []
+    monkeypatch.setattr(
+        peers,
+        "Replayed",
+        lambda calls: graphs.append(calls) or (lambda: [call() for call in calls]),
+    )
+    shape = SMALL._replace(direction="bwd")
+    attend, inputs = provider("fa4").prepare(shape, "cuda"), make_inputs(shape, "cpu")
+    got = results_of(shape, attend, inputs)
+    want = results_of(shape, lambda q, k, v: standard_attention(q, k, v, True), inputs)
+    torch.testing.assert_close(got, want)
+    options = dict(softmax_scale=0.25, causal=True, window_size_left=None, window_size_right=None)
+    assert seen == [options, options] and len(graphs) == 1
+    provider("fa4").prepare(shape._replace(window=5), "cuda").fwd(*inputs.arguments)
+    assert seen[-1] == options | dict(window_size_left=5, window_size_right=0)
+
+
 def test_a_backward_that_is_wrong_in_the_operator_is_seen(operators, monkeypatch):
     monkeypatch.setattr(peers, "unfit", lambda shape, device, majors: None)
     direct = peers.Passes.direct
@@ -244,14 +282,7 @@ def test_a_package_is_called_with_what_it_takes(name, module, with_lse, monkeypa
         out = standard_attention(q, k, v, causal)
         return (out, None) if with_lse else out
 
-    fake = types.ModuleType(module)
-    fake.flash_attn_func = flash_attn_func
-    parts = module.split(".")
-    for end in range(1, len(parts)):
-        package = types.ModuleType(".".join(parts[:end]))
-        package.__path__ = []
-        monkeypatch.setitem(sys.modules, package.__name__, package)
-    monkeypatch.setitem(sys.modules, module, fake)
+    install(monkeypatch, module, flash_attn_func=flash_attn_func)
     shape = SMALL._replace(direction="bwd")
     inputs = make_inputs(shape, "cpu")
     got = results_of(shape, provider(name).prepare(shape, "cpu"), inputs)

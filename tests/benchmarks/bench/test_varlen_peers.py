@@ -1,11 +1,8 @@
 """Which providers take packed sequences, and how they are called; FlashAttention is a fake."""
 
-import sys
-import types
-
 import pytest
 import torch
-from helpers.fa3 import BWD_PACKED, FWD_PACKED, as_keywords
+from helpers.fa3 import BWD_PACKED, FWD_PACKED, as_keywords, install
 
 from benchmarks.bench import load, peers, run_suite
 from benchmarks.bench.check import make_inputs
@@ -106,20 +103,6 @@ def test_a_library_for_dense_batches_only_refuses(monkeypatch):
         assert reason == "it takes no argument 'cu_seqlens_q'"
     finally:
         library._destroy()
-
-
-def install(monkeypatch, module, **functions):
-    """A package with these functions, and nothing else of its kind."""
-    monkeypatch.delenv(peers.FA3_LIBRARY, raising=False)
-    monkeypatch.setattr(peers, "unfit", lambda shape, device, majors: None)
-    fake = types.ModuleType(module)
-    vars(fake).update(functions)
-    parts = module.split(".")
-    for end in range(1, len(parts)):
-        package = types.ModuleType(".".join(parts[:end]))
-        package.__path__ = []
-        monkeypatch.setitem(sys.modules, package.__name__, package)
-    monkeypatch.setitem(sys.modules, module, fake)
 
 
 PACKAGES = {
