@@ -171,11 +171,11 @@ def test_training_has_the_bits_of_decoding():
 
 def test_tma_copies_few_bytes_ahead():
     """At most 96 KB, but always a second block while one is in use."""
-    from tilewise.kernels.hopper.decode.tiles import few_rows_tile
+    from tilewise.kernels.hopper.decode.tiles import swapped_tile
 
     for by_tma, shape, expected in (
         (True, (64, 128, 128), 3),
         (False, (64, 128, 128), 6),
         (True, (64, 256, 256), 2),
     ):
-        assert few_rows_tile(shape, 8, by_tma=by_tma).STAGES == expected
+        assert swapped_tile(shape, 8, by_tma=by_tma).STAGES == expected

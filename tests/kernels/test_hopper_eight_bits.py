@@ -133,7 +133,9 @@ def test_every_tile_has_bytes_in_flight():
     dims = itertools.product((64, 128, 256), repeat=2)
     for (d, dv), rows, row_scales in itertools.product(dims, (8, 16, 32, 64), (0, 1, 2)):
         block_n = 128 if d == dv == 64 else 64
-        tile = tiles.eight_bit_tile("int8", (block_n, d, dv), rows, row_scales, True)
+        tile = tiles.swapped_tile(
+            (block_n, d, dv), rows, by_tma=True, cache="int8", row_scales=row_scales
+        )
         is_alone = rows == 64 or (rows == 32 and d == dv == 256)
         assert tile.STAGES >= 2 and tile.PROGRAMS == (1 if is_alone else 2), tile
         if rows == 8:

@@ -54,10 +54,15 @@ def tile_of(
         return shared_tile(problem, (block_n, block_d, block_dv), page_size, warpgroups)
     shape = block_n, block_d, block_dv
     by_tma = is_box(page_size, block_n) and not 0 < page_size < SHORTEST_BOX
-    if kept in CACHES:
-        return eight_bit_tile(CACHES[kept], shape, rows=rows, row_scales=row_scales, by_tma=by_tma)
-    if rows < ROWS:
-        return few_rows_tile(shape, rows, by_tma=by_tma, is_beside_chunks=is_beside_chunks)
+    if kept in CACHES or rows < ROWS:
+        return swapped_tile(
+            shape,
+            rows,
+            by_tma=by_tma,
+            cache=CACHES.get(kept, ""),
+            row_scales=row_scales,
+            is_beside_chunks=is_beside_chunks,
+        )
     is_wide = block_dv > 128
     q_stages = 1 if is_wide else 2
     used = 2 * q_stages * ROWS * block_d + 4 * ROWS * block_dv * is_wide + 1024
@@ -68,22 +73,37 @@ def tile_of(
     )
 
 
-def few_rows_tile(
-    shape: tuple[int, int, int], rows: int, by_tma: bool, is_beside_chunks: bool = False
+def swapped_tile(
+    shape: tuple[int, int, int],
+    rows: int,
+    *,
+    by_tma: bool,
+    cache: str = "",
+    row_scales: int = 0,
+    is_beside_chunks: bool = False,
 ) -> SplitPipeline:
-    """The tile of a decode, of 8 to 32 rows. Beside chunks an SM has two programs, where each has
-    room for three blocks: one reads 44 to 51 bytes a ns, two 69, so that chunks have more SMs.
+    """The tile whose keys are the rows of wgmma: of 8 to 32 rows, or to 64 of a `cache` of 8 bits.
+
+    An SM has two programs where each has room for enough stages. Of 8 bits to 32 rows: while a
+    warpgroup converts, or waits for its own products or maxima, the other one's has the SM's units.
+    Of 16 bits beside chunks: one reads 44 to 51 bytes a ns, two 69, so that chunks have more SMs.
     """
     block_n, block_d, block_dv = shape
-    q_stages = 1 if rows > 16 and max(block_d, block_dv) > 128 else 2
+    is_wide = max(block_d, block_dv) > 128
+    # Two accumulators may be too many registers
+    in_shared = cache != "" and rows > (8 if is_wide else 32)
+    q_stages = 1 if rows > 16 and is_wide else 2
+    stage = block_n * ((1 if cache else 2) * (block_d + block_dv) + 4 * row_scales)
+    # Of a row: queries, P of two blocks, a maximum and a sum of each of four warps, folded pieces
+    row = 2 * q_stages * block_d + 4 * block_n + 32 + 4 * block_dv * in_shared
+    most = 8 if cache or not by_tma else max(IN_FLIGHT // stage, 2)
 
     def stages_of(programs: int) -> int:
-        room = room_of(programs, by_tma) - rows * swapped_row(shape, q_stages)
-        stage = 2 * block_n * (block_d + block_dv)
-        most = max(IN_FLIGHT // stage, 2) if by_tma else 8
-        return min(room // stage, most)
+        return min((room_of(programs, by_tma) - rows * row) // stage, most)
 
-    programs = 2 if is_beside_chunks and stages_of(2) > 2 else 1
+    enough = 2 if cache else 3
+    may_be_two = rows <= 32 if cache else is_beside_chunks
+    programs = 2 if may_be_two and stages_of(2) >= enough else 1
     return SplitPipeline(
         ROWS=rows,
         BLOCK_N=block_n,
@@ -92,8 +112,9 @@ def few_rows_tile(
         STAGES=stages_of(programs),
         Q_STAGES=q_stages,
         BY_TMA=by_tma,
-        STATE_IN_SHARED=False,
-        COPY_WARPS=copy_warps(programs),
+        STATE_IN_SHARED=in_shared,
+        COPY_WARPS=2 if programs > 1 else 4,  # those that the load warp's group has room for
+        CACHE=cache,
         BLOCK_M=rows,
         SWAPPED=True,
         PROGRAMS=programs,
@@ -106,52 +127,6 @@ def room_of(programs: int, by_tma: bool) -> int:
     """
     room = (SHARED_MEMORY["sm90"] + RESERVED) // programs - RESERVED
     return room - (1024 if by_tma else 2048)
-
-
-def copy_warps(programs: int) -> int:
-    """Warps that copy; of two programs two, as the load warp's group has room for no more."""
-    return 2 if programs > 1 else 4
-
-
-def swapped_row(shape: tuple[int, int, int], q_stages: int) -> int:
-    """Bytes of a row: queries, P of two blocks, a maximum and a sum of each of four warps."""
-    block_n, block_d, _ = shape
-    return 2 * q_stages * block_d + 4 * block_n + 32
-
-
-def eight_bit_tile(
-    cache: str, shape: tuple[int, int, int], rows: int, row_scales: int, by_tma: bool
-) -> SplitPipeline:
-    """The tile of a cache of 8 bits, of 8 to 64 rows. To 32 an SM has two programs, where each has
-    room for two blocks: while a warpgroup converts, or waits for its own products or maxima, the
-    other one's has the SM's units.
-    """
-    block_n, block_d, block_dv = shape
-    is_wide = max(block_d, block_dv) > 128
-    in_shared = rows > (8 if is_wide else 32)  # two accumulators are too many registers
-    q_stages = 1 if rows > 16 and is_wide else 2
-    of_row = swapped_row(shape, q_stages) + 4 * block_dv * in_shared  # folded pieces
-
-    def stages_of(programs: int) -> int:
-        stage = block_n * (block_d + block_dv + 4 * row_scales)
-        return min((room_of(programs, by_tma) - rows * of_row) // stage, 8)
-
-    programs = 2 if rows <= 32 and stages_of(2) > 1 else 1
-    return SplitPipeline(
-        ROWS=rows,
-        BLOCK_N=block_n,
-        BLOCK_D=block_d,
-        BLOCK_DV=block_dv,
-        STAGES=stages_of(programs),
-        Q_STAGES=q_stages,
-        BY_TMA=by_tma,
-        STATE_IN_SHARED=in_shared,
-        COPY_WARPS=copy_warps(programs),
-        CACHE=cache,
-        BLOCK_M=rows,
-        SWAPPED=True,
-        PROGRAMS=programs,
-    )
 
 
 def shared_tile(
