@@ -92,17 +92,11 @@ def attend_rows(
 ):  # fmt: skip
     """`attend_part`, as a tile of 8 rows where its queries are no more."""
     FEW: gl.constexpr = few_of(TILE, FEATURES.CHUNK, FEATURES.GROUP)
-    if FEW.BLOCK_M < TILE.BLOCK_M:
-        if work.seqlen_q - work.start <= FEW.ROWS // FEATURES.GROUP:
-            q_few, smem_few = q_smem.slice(0, FEW.BLOCK_M), few_rows_of(smem, FEW.BLOCK_M)
-            state = attend_part(
-                work, state, rings, q_few, smem_few, output, counters, call, modifiers,
-                FEATURES, FEW,
-            )  # fmt: skip
-        else:
-            state = attend_part(
-                work, state, rings, q_smem, smem, output, counters, call, modifiers, FEATURES, TILE
-            )
+    if FEW.BLOCK_M < TILE.BLOCK_M and work.seqlen_q - work.start <= FEW.ROWS // FEATURES.GROUP:
+        q_few, smem_few = q_smem.slice(0, FEW.BLOCK_M), few_rows_of(smem, FEW.BLOCK_M)
+        state = attend_part(
+            work, state, rings, q_few, smem_few, output, counters, call, modifiers, FEATURES, FEW
+        )
     else:
         state = attend_part(
             work, state, rings, q_smem, smem, output, counters, call, modifiers, FEATURES, TILE
