@@ -1,7 +1,7 @@
 """The library's syntax, counted: each number may only move in the right direction.
 
-Lower a limit with what you improve. Sizes (lines, files that name a feature, imports) are raised
-only by a commit that says what it adds and why; the others never.
+Lower a limit with what you improve. Sizes (lines, records, files that name a feature, imports) are
+raised only by a commit that says what it adds and why; the others never.
 """
 
 import pytest
@@ -10,21 +10,21 @@ from helpers.counters import count
 AT_LEAST = {"arguments by keyword, percent": 18.7}
 AT_MOST = {
     # Sizes
-    "lines": 54_830,
+    "lines": 54_799,
     "files that name softcap": 28,
     "files that name sinks": 36,
     "files attention() imports": 40,
     "lines attention() imports": 5_683,
     # One record, one dispatcher, one file of checks, one way to launch
-    "records per 1,000 lines, host": 3.07,
-    "records per 1,000 lines, device": 6.33,
+    "records, host": 90,
+    "records, device": 161,
     "records built at one place, host": 20,
     "records built at one place, device": 56,
     "launching classes": 3,
     "dispatchers": 1,
     "check files": 2,
     # Plain English
-    "calls with *x per 1,000 lines": 1.52,
+    "calls with *x": 83,
     "calls with a tuple's *": 0,
     "vague locals": 25,
     "docstrings without a subject": 0,
