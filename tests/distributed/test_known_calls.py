@@ -3,7 +3,6 @@ counted with streams, the driver and kernels replaced; and that no call is taken
 """
 
 import collections
-import contextlib
 import datetime
 import itertools
 import sys
@@ -31,7 +30,7 @@ from tilewise.kernels.common.program import Program
 from tilewise.kernels.common.results import outputs_of
 from tilewise.kernels.common.workspace import Workspace
 from tilewise.kernels.hopper.fwd import runs_launch
-from tilewise.kernels.hopper.fwd.runs_launch import FORWARD
+from tilewise.kernels.hopper.fwd.runs_launch import FORWARD, INTO
 
 TOKENS, HEADS = 256, (8, 4)
 counts: collections.Counter = collections.Counter()
@@ -103,15 +102,16 @@ def node(monkeypatch):
 
 
 def arena_without_gpu(monkeypatch, nodes=False):
-    stream = SimpleNamespace(cuda_stream=5, wait_stream=lambda other: None)
+    words = dict(stream_id=0, device_index=0, device_type=1, wait_stream=lambda other: None)
+    stream = SimpleNamespace(cuda_stream=5, **words)
 
     def current_stream(device=None):
         counts["current_stream"] += 1
         return stream
 
-    def forward_program(problem, scalars, q, **given):
-        outputs = outputs_of(problem, q)
-        program = Program(FORWARD, [], Workspace(CPU), outputs)
+    def forward_program(problem, scalars, q, out=None, **given):
+        names, outputs = (FORWARD, outputs_of(problem, q)) if out is None else (INTO, ())
+        program = Program(names, [], Workspace(CPU), outputs)
         program.again = [lambda stream, row: counts.update(["attention"])]
         return program
 
@@ -135,6 +135,7 @@ def arena_without_gpu(monkeypatch, nodes=False):
     monkeypatch.setattr(torch._C, "_cuda_getCurrentStream", lambda index: (0, 0, 1), raising=False)
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_setStream", lambda **given: None, raising=False)
     monkeypatch.setattr(runs_launch, "forward_program", forward_program)
     monkeypatch.setattr(Program, "run", small)
     monkeypatch.setattr(rows, "_backend_of_runs", lambda *args, **named: "hopper")
@@ -150,7 +151,7 @@ def arena_without_gpu(monkeypatch, nodes=False):
     pads = [torch.zeros(PAD, dtype=torch.uint8) for _ in range(2)]
     barrier = DeviceBarrier(Host(), CPU, pads, None)
     arena = DeviceArena(barrier, Blocks(), CPU)
-    arena.has_streams, arena.side = True, SimpleNamespace(cuda_stream=9)
+    arena.has_streams, arena.side = True, SimpleNamespace(cuda_stream=9, **words)
     arena.ready, arena.events = Event(), [Event() for _ in range(EVENTS)]
     arena.write = lambda *given: counts.update(["write"])
     arena.dma = lambda *given: counts.update(["copy"])
@@ -159,7 +160,6 @@ def arena_without_gpu(monkeypatch, nodes=False):
         arena.links = Links(Host(), Nodes(((0,), (1,)), 0), group=Nccl(), device=CPU)
         arena.nodes, arena.counts_pieces, arena.links.own = arena.links.nodes, False, True
         monkeypatch.setattr(arena.links, "open", lambda: None)
-        monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     counts.clear()
     layout = td.zigzag(2 * TOKENS, 2)
     object.__setattr__(layout, "group", "two ranks")
@@ -181,6 +181,13 @@ def inputs(learns=False):
         torch.empty(1, TOKENS, n, 64, dtype=torch.bfloat16) for n in (HEADS[0], *[HEADS[1]] * 2)
     )
     return [x.requires_grad_(learns) for x in (q, k, v)]
+
+
+def operators(call):
+    """The operators of torch in a call."""
+    with torch.autograd.profiler.profile(use_cpu=True) as profile:
+        call()
+    return collections.Counter(x.name for x in profile.function_events)
 
 
 def warm(call):
@@ -218,13 +225,19 @@ def test_stream_between_nodes(node, learns, monkeypatch):
     """A launch and a batch of NCCL's per group of heads, and one meeting of the hosts."""
     monkeypatch.setattr(stream, "LEAST_ROWS", 4 * TOKENS)
     given = inputs(learns)
-    found, calls = warm(lambda: td.attention(*given, layout=node, causal=True, method="stream"))
+
+    def call():
+        return td.attention(*given, layout=node, causal=True, method="stream")
+
+    found, calls = warm(call)
     assert found == {
         **dict(copy_table_kernel=1, attention=2, poison_kernel=1),
         **dict(met=1, batches=2, sent=2, received=2),
         **{"copy": 2, "recorded": 3, "waited for": 3},
     }
-    assert calls < 190
+    assert calls < 175
+    of_torch = operators(call)
+    assert of_torch["aten::slice"] + of_torch["aten::select"] <= 1, "groups are views"
 
 
 @pytest.mark.parametrize("learns", [False, True])

@@ -102,7 +102,7 @@ def attention(
         entry = None
         has_functions = not (mask_mod is score_mod is dropout_rng is None)
         # Ranks compare what these hold, at each call
-        holds_values = any(torch.is_tensor(x) and x.is_cpu for x in (alibi_slopes, sinks))
+        holds_values = any([torch.is_tensor(x) and x.is_cpu for x in (alibi_slopes, sinks)])
         is_known = not (has_functions or holds_values)
         if is_known and _is_plain(dropout_p, return_lse, others=others):
             settings = causal, scale, softcap, deterministic, backend, method, bitwise, order
@@ -173,7 +173,7 @@ def _is_plain(dropout_p: Any, return_lse: Any, others: dict[str, Any]) -> bool:
         return False
     if type(dropout_p) not in (int, float) or dropout_p:
         return False
-    return all(x is None and name in NOT_SERVED for name, x in others.items())
+    return all([x is None and name in NOT_SERVED for name, x in others.items()])
 
 
 def _restored(

@@ -14,6 +14,7 @@ on SMs.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +67,8 @@ class PreparedLaunch:
         self.hidden = hidden_keys(layout, spec.band)
         of_group = q.shape[2] // count
         self.heads = [slice(i * of_group, (i + 1) * of_group) for i in range(count)]  # of queries
+        # Where a group's part of each tensor begins, once it was launched
+        self.offsets: dict[int, list[int]] = {}
         self.forward = forward_of(arena, spec, q=q, k=k, v=v, heads=heads)
         self.limit = arena.limit  # that the launch was made with
 
@@ -130,16 +133,29 @@ def _attend_by_groups(
     """Launches each group once its keys have come from other nodes."""
     out = q.new_empty((*q.shape[:3], pulled[-1].shape[-1]))
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
+    whole = q, pulled[0], pulled[-1], *spec.extras[:2], arena.words, out, lse
+    begins = [0 if x is None else x.data_ptr() for x in whole]
     marks = arena.pull(plan.copies.pieces, pulled, traffic=plan.copies.traffic)
-    for group, (mark, heads) in enumerate(zip(marks, plan.heads)):
-        keys, *values = [x[group : group + 1] for x in pulled]
-        values = keys[:, :, :, 1] if plan.is_joint else values[0]
-        per_head = [x if x is None else x[..., heads] for x in spec.extras[:2]]
-        results = out[:, :, heads], lse[:, heads]
+    for group, mark in enumerate(marks):
         arena.arrive(mark)
-        plan.forward((q[:, :, heads], keys, values, *per_head, arena.words, *results))
+        offsets = plan.offsets.get(group)
+        if offsets is None or not plan.forward.again_at(list(map(operator.add, begins, offsets))):
+            parts = _parts(plan, whole, group=group)
+            plan.forward(parts)
+            starts = [0 if x is None else x.data_ptr() for x in parts]
+            plan.offsets[group] = list(map(operator.sub, starts, begins))
     arena.settle([out, lse])
     return out, lse
+
+
+def _parts(plan: PreparedLaunch, whole: Sequence[Any], *, group: int) -> list[Any]:
+    """Views a group's part of the tensors of a launch."""
+    q, keys, values, *per_head, counts, out, lse = whole
+    heads, of_group = plan.heads[group], slice(group, group + 1)
+    keys, values = keys[of_group], values[of_group]
+    values = keys[:, :, :, 1] if plan.is_joint else values
+    per_head = [x if x is None else x[..., heads] for x in per_head]
+    return [q[:, :, heads], keys, values, *per_head, counts, out[:, :, heads], lse[:, heads]]
 
 
 def copies_of(

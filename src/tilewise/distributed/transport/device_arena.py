@@ -22,7 +22,7 @@ from .halves import Arena
 from .links import Links
 from .memory import Memory, synchronize
 from .nodes import Traffic
-from .stream_memory import copier_of, writer_of
+from .stream_memory import beside, copier_of, writer_of
 
 Tensor = torch.Tensor
 EVENTS = 16  # of marks that are waited for later than the next one is made
@@ -134,7 +134,8 @@ class DeviceArena(Arena):
         starts = [x + half for x in self.starts]
         self._follow_caller()
         # The driver's calls are of the current device, and exchanges of the current stream
-        with torch.cuda.stream(self.side) if traffic else on_device(self.device):
+        current = beside(self.side, self.last) if traffic else contextlib.nullcontext()
+        with on_device(self.device), current:
             for pieces in self.arrivals(lists, traffic) if traffic else lists:
                 for number, (rank, start, target, offset, nbytes) in enumerate(pieces, 1):
                     copy(stream, addresses[target] + offset, starts[rank] + start, nbytes)
@@ -150,7 +151,7 @@ class DeviceArena(Arena):
             yield
             return
         self._follow_caller()
-        with torch.cuda.stream(self.side):
+        with on_device(self.device), beside(self.side, self.last):
             yield
 
     def abandon(self, error: BaseException | None) -> None:

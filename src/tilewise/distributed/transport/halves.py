@@ -69,7 +69,11 @@ class Arena:
 
     def of(self, rank: int, nbytes: int) -> Tensor:
         """Views what a rank has published, uint8: after `meet`, until the call after the next."""
-        return self.blocks[rank].narrow(0, self.half * self.room, nbytes)
+        key = rank, self.half, nbytes
+        memory = self.views.get(key)
+        if memory is None:
+            memory = self.keep(key, self.blocks[rank].narrow(0, self.half * self.room, nbytes))
+        return memory
 
     def grow(self, nbytes: int, signature: str) -> None:
         """Allocates new memory on every rank, which is there on all of them when it returns."""
@@ -140,7 +144,8 @@ class Arena:
         size, ended = len(lists) // len(traffic), 0
         for number, pieces in enumerate(lists):
             # The exchanges of lists before, and this one's own if it has pieces of other nodes
-            while ended < number // size + self._are_remote(pieces):
+            needed = number // size + self._are_remote(pieces)
+            while ended < needed:
                 self.finish(begun[ended])
                 ended += 1
             yield pieces
@@ -148,7 +153,8 @@ class Arena:
             self.finish(works)
 
     def _are_remote(self, pieces: Sequence[Piece]) -> bool:
-        return any(x.rank not in self.links.nodes.mine for x in pieces)
+        mine = self.links.nodes.mine
+        return any([x.rank not in mine for x in pieces])
 
     def pull(
         self,

@@ -73,7 +73,6 @@ class Links:
             return []
         # What an error has left of an earlier call is never taken for this one's
         tag = (self.host.epoch * EPOCH + self.host.number) % TAGS
-        peers = [x.peer for x in traffic.sends + traffic.receives]
         try:
             if self.own:
                 self.backend._start_coalescing()
@@ -81,9 +80,10 @@ class Links:
             if self.own:
                 works = [self.backend._end_coalescing()]
         except RuntimeError as error:
-            self._lose(peers, error)
+            self._lose(traffic.peers, error)
         self.last = works[-1]
-        exchange = list(zip([peers] if self.own else [[x] for x in peers], works))
+        peers = [traffic.peers] if self.own else [[x] for x in traffic.peers]
+        exchange = list(zip(peers, works))
         self.pending.append(exchange)
         return exchange
 

@@ -23,10 +23,11 @@ class Message(NamedTuple):
 class Traffic:
     """What a rank sends to other nodes, and what it receives of them, in one go."""
 
-    __slots__ = ("received", "receives", "sends")
+    __slots__ = ("peers", "received", "receives", "sends")
 
     def __init__(self, sends: Iterable[Message], receives: Iterable[Message]) -> None:
         self.sends, self.receives = tuple(sends), tuple(receives)
+        self.peers = [x.peer for x in self.sends + self.receives]
         self.received = sum([x.stop - x.start for x in self.receives])  # bytes, or rows
 
 

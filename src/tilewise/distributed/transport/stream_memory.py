@@ -1,5 +1,5 @@
 """Writes and copies of the driver, in the order of a stream: writes of a number without an SM, and
-copies without what torch does around each.
+copies without what torch does around each; and a stream that is current for them.
 
 A kernel that fills the GPU may wait for such a number: it is written by the stream's own engine,
 behind a fence of system scope, so that what reads it sees the copies before it, too (CUDA driver
@@ -8,9 +8,10 @@ API, cuStreamWriteValue32). A kernel that writes it would need an SM, which all 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -23,6 +24,22 @@ Writer = Callable[[int, int, int], None]  # a stream, an address, a number of 32
 Copier = Callable[[int, int, int, int], None]  # a stream, to and from where, bytes
 WRITE = "cuStreamWriteValue32_v2", (ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)
 COPY = "cuMemcpyDtoDAsync_v2", (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t)
+
+
+@contextlib.contextmanager
+def beside(stream: Any, before: Any) -> Iterator[None]:
+    """Makes a stream of the current device current inside, after which the stream `before` is.
+    `torch.cuda.stream` also looks up what both are, which takes the host longer.
+    """
+    inside, after = (
+        dict(stream_id=x.stream_id, device_index=x.device_index, device_type=x.device_type)
+        for x in (stream, before)
+    )
+    torch._C._cuda_setStream(**inside)
+    try:
+        yield
+    finally:
+        torch._C._cuda_setStream(**after)
 
 
 def writer_of(words: Tensor) -> Writer | None:

@@ -308,6 +308,15 @@ class Planned:
         self.program = program if is_kept and not overrides else None
         return outputs
 
+    def again_at(self, row: Sequence[int]) -> bool:
+        """Launches a program that makes no tensor by the addresses of its fields, 0 for None;
+        whether that could be done.
+        """
+        program = self.program
+        if program is None or overrides or program.needs_scratch or not program.takes_addresses:
+            return False
+        return program.again_at(row)
+
 
 def asks_for_memory(compiled: Any) -> bool:
     """Whether a kernel makes descriptors, for which Triton's launcher allocates memory."""
