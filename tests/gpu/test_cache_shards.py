@@ -6,6 +6,7 @@ import torch.distributed as dist
 from helpers.cache_shards import CASES, filled, made
 from helpers.caches import contiguous
 from helpers.gpu_ranks import RANKS, run
+from helpers.waits import SHORT
 
 import tilewise
 import tilewise.distributed as td
@@ -70,6 +71,29 @@ def pieces(rank):
     where = dict(seqused_k=s.lengths.cuda(), page_table=table)
     with pytest.raises(NotImplementedError, match="leave split_size out"):
         shards.attention(q, k_cache, v_cache, split_size=piece, **where)
+
+
+def differing(rank, device="cuda"):
+    """The first call of a kind is compared, and an error of one rank is named on the others."""
+    s, q, asked, piece = made("one query", device)
+    shards, mine = td.CacheShards(piece), rank == 1
+    k_cache, v_cache, table = filled(shards, s)
+    where = dict(asked, seqused_k=s.lengths.to(device), page_table=table)
+    first = shards.attention(q, k_cache, v_cache, **where)
+    wide = q.expand(-1, 2 if mine else 3, -1, -1)
+    of_window = dict(window=(8 if mine else 9, 0))
+    for queries, more, match in ((wide, {}, r"q \(4, 2, "), (q, of_window, r".*window=\(8, 0\)")):
+        with pytest.raises(td.RankMismatch, match=f"rank 1 called .*{match}"):
+            shards.attention(queries, k_cache, v_cache, **where, **more)
+    wrong = dict(where, page_table=table.long()) if mine else where
+    raised = tilewise.ArgumentError if mine else td.RankMismatch
+    with pytest.raises(raised, match="int32" if mine else "rank 1 raised ArgumentError"):
+        shards.attention(q, k_cache, v_cache, window=(7, 0), **wrong)
+    assert torch.equal(shards.attention(q, k_cache, v_cache, **where), first)
+
+
+def test_ranks_that_disagree():
+    run(differing, timeout=10 * SHORT)
 
 
 def test_pieces_are_refused():
