@@ -58,7 +58,7 @@ def test_code_that_a_page_shows_is_that_of_its_file(page):
         (function,) = (
             node
             for node in ast.walk(ast.parse(source))
-            if isinstance(node, ast.FunctionDef) and node.name == name
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name
         )
         assert ast.get_source_segment(source, function) == code.rstrip("\n")
 
