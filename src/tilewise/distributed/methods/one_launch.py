@@ -14,6 +14,8 @@ on SMs.
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -24,11 +26,11 @@ from ...ops.calls import layout_key
 from ...problem import OPEN, Problem, Scalars
 from ..layouts.layout import Layout
 from ..layouts.pulls import Pull, pulls_in_turn
-from ..layouts.work import Band, keys_of
-from ..transport.copies import CopyList, in_rows, kind_of, places_of
-from ..transport.copy_lists import keys_to_queries
+from ..layouts.work import Band, Run, keys_of
+from ..transport.copies import ALIGN, CopyList, in_rows, kind_of, places_of
+from ..transport.copy_lists import keys_in_place, keys_to_queries
 from ..transport.exchange import publish_copies
-from ..transport.halves import Arena
+from ..transport.halves import HALVES, Arena
 from ..transport.nodes import Nodes
 from . import rows
 from .pulled_keys import hidden_keys
@@ -61,6 +63,11 @@ class PreparedLaunch:
         if self.is_joint:
             self.shapes = ((count, layout.seqlen, 1, 2, heads, k.shape[3]),)
         self.copies = copies_of(spec, dense_k, v=dense_v, count=count, nodes=arena.nodes)
+        in_place = copies_in_place(spec, dense_k, v=dense_v, count=count)
+        # Two halves of whole sequences, or two of shards and the sequence: no more memory
+        self.is_in_place = arena.nodes is None and in_place.nbytes <= HALVES * self.copies.nbytes
+        if self.is_in_place:
+            self.copies = in_place
         self.pieces = [x for pieces in self.copies.pieces for x in pieces]
         self.sources = tuple([x.rank for x in self.pieces])[:: len(self.shapes)]
         self.signature = f"attention (stream, {count} groups of heads at a time): {spec.signature}"
@@ -109,15 +116,19 @@ def attend(
         if spec.prepared is not None:
             spec.prepared.stream = plan
     sources = k if plan.k_is_dense else in_rows(k), v if plan.v_is_dense else in_rows(v)
-    pulled = [k.new_empty(shape) for shape in plan.shapes]
-    for start, stop in plan.hidden:  # what a kernel reads must be finite
-        for x in pulled:
-            x[:, start:stop] = 0
-    publish_copies(arena, plan.copies, signature=plan.signature, sources=sources, targets=pulled)
+    pulled = [] if plan.is_in_place else [k.new_empty(shape) for shape in plan.shapes]
+    clear_hidden(pulled, plan.hidden)
+    half = publish_copies(
+        arena, plan.copies, signature=plan.signature, sources=sources, targets=pulled
+    )
     if arena.nodes is not None:
         return _attend_by_groups(arena, spec, plan, q=q, pulled=pulled)
+    targets = pulled
+    if plan.is_in_place:
+        targets, pulled = [half], keys_in(half, arena, plan, dtype=k.dtype)
+        clear_hidden(pulled, plan.hidden)
     arena.begin_pieces(plan.sources)
-    (last,) = arena.pull([plan.pieces], pulled, counted=len(pulled))
+    (last,) = arena.pull([plan.pieces], targets, counted=len(pulled))
     try:
         values = pulled[0][:, :, :, 1] if plan.is_joint else pulled[1]
         out, lse = plan.forward((q, pulled[0], values, *spec.extras[:2], arena.words))
@@ -125,6 +136,30 @@ def attend(
         return out, lse
     finally:
         arena.arrive(last)
+
+
+def clear_hidden(pulled: Sequence[Tensor], hidden: Sequence[Run]) -> None:
+    """Clears keys that no query sees: what a kernel reads must be finite."""
+    for start, stop in hidden:
+        for x in pulled:
+            x[:, start:stop] = 0
+
+
+def keys_in(half: Tensor, arena: Any, plan: PreparedLaunch, *, dtype: torch.dtype) -> list[Tensor]:
+    """Views keys and values in the half of the arena that they are read in."""
+    key = arena.half, plan.shapes, dtype
+    views = arena.views.get(key)
+    if views is None:
+        sizes = [math.prod(shape) * dtype.itemsize for shape in plan.shapes]
+        starts = itertools.accumulate((-(-n // ALIGN) * ALIGN for n in sizes), initial=0)
+        views = arena.keep(
+            key,
+            [
+                half[start : start + size].view(dtype).view(shape)
+                for start, size, shape in zip(starts, sizes, plan.shapes)
+            ],
+        )
+    return views
 
 
 def _attend_by_groups(
@@ -162,17 +197,26 @@ def copies_of(
     spec: ShardCall, k: Tensor, v: Tensor, *, count: int, nodes: Nodes | None = None
 ) -> CopyList:
     """Lists the copies of keys and values in `count` groups of heads."""
-    layout, heads = spec.layout, k.shape[2] // count
-    return keys_to_queries(
-        layout,
-        (tuple(pulls_in_turn(layout, keys_of(layout.spans, spec.band))),),
-        tokens=layout.seqlen,
+    layout = spec.layout
+    pulls = tuple(pulls_in_turn(layout, keys_of(layout.spans, spec.band)))
+    more: Any = dict(tokens=layout.seqlen, batch=1, band=spec.band, nodes=nodes)
+    return keys_to_queries(layout, (pulls,), **more, **_lies(k, v, count=count))
+
+
+def copies_in_place(spec: ShardCall, k: Tensor, v: Tensor, *, count: int) -> CopyList:
+    """Lists these copies where keys are read in the arena."""
+    layout = spec.layout
+    pulls = tuple(pulls_in_turn(layout, keys_of(layout.spans, spec.band)))
+    return keys_in_place(layout, pulls, **_lies(k, v, count=count))
+
+
+def _lies(k: Tensor, v: Tensor, *, count: int) -> dict[str, Any]:
+    """Says how keys and values lie: in `count` groups of heads, those of one width as one."""
+    heads = k.shape[2] // count
+    return dict(
         kinds=(kind_of(k), kind_of(v)),
         sources=places_of((k, v)),
-        batch=1,
         groups=tuple(range(i * heads, (i + 1) * heads) for i in range(count)),
-        band=spec.band,
-        nodes=nodes,
         side_by_side=k.shape == v.shape,
     )
 
@@ -241,7 +285,8 @@ def walk_of(layout: Layout, band: Band, *, heads: int) -> Walk:
     """Returns the runs as the kernel takes them. The keys of one begin with those of its document,
     and so its blocks are the document's; they end with the last that is seen.
     """
-    from ...kernels.hopper.fwd.runs_launch import SHIFT, Run, Walk
+    from ...kernels.hopper.fwd.runs_launch import SHIFT, Walk
+    from ...kernels.hopper.fwd.runs_launch import Run as RunOfRows
 
     pulls = remote_pulls(layout, band)
     waits = [0] * ((layout.seqlen >> SHIFT) + 1)
@@ -251,5 +296,5 @@ def walk_of(layout: Layout, band: Band, *, heads: int) -> Walk:
     runs = []
     for row, start, stop, first, last in layout.spans:
         end = last if band.right == OPEN else min(last, stop + band.right)
-        runs.append(Run(row, stop - start, first_k=first, keys=end - first, diagonal=start - first))
+        runs.append(RunOfRows(row, stop - start, first_k=first, keys=end - first, diagonal=start - first))
     return Walk(tuple(runs), layout.seqlen, heads=heads, waits=tuple(waits), pieces=len(pulls))

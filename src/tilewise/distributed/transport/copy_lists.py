@@ -69,6 +69,34 @@ def keys_to_queries(
     return CopyList(nbytes, Table(rows), pieces=tuple(pieces), traffic=traffic)
 
 
+@functools.lru_cache(maxsize=256)
+def keys_in_place(
+    layout: Layout,
+    pulls: tuple[Pull, ...],
+    *,
+    kinds: tuple[Kind, ...],
+    sources: tuple[Place, ...],
+    groups: tuple[range, ...],
+    side_by_side: bool = False,
+) -> CopyList:
+    """Lists the copies of keys of one sequence that are read where they are published: each half has
+    room for the whole sequence, in which a rank copies its rows to their places, and others' rows
+    from the same places of theirs. There is one list of pieces.
+    """
+    whole = Blocks(kinds, groups, batch=1, tokens=layout.seqlen, side_by_side=side_by_side)
+    rows, pieces = [], []
+    for group in groups:
+        for kind, (row, start, stop) in itertools.product(range(len(kinds)), layout.placed):
+            source = sources[kind].moved(row, head=group.start)
+            target = whole.joint_place(kind, group).moved(start)
+            rows.append(rows_between(source, target, tokens=stop - start, heads=len(group)))
+        for pull, kind in itertools.product(pulls, range(len(whole.sizes))):
+            if pull.rank != layout.rank:
+                place = whole.joint_place(kind, group).moved(pull.start)
+                pieces += _pieces(pull.rank, place, target=place, tokens=pull.stop - pull.start)
+    return CopyList(whole.nbytes, Table(rows), pieces=(tuple(pieces),))
+
+
 def _keys_across(
     layout: Layout, band: Band, *, nodes: Nodes, halves: Sequence[Blocks]
 ) -> tuple[Traffic, ...]:

@@ -18,12 +18,15 @@ Tensors = Sequence[Tensor]
 
 
 def publish_copies(
-    arena: Arena, copies: CopyList, *, signature: str, sources: Tensors, targets: Tensors
-) -> None:
-    """Makes this rank's copies and meets the others; then pieces may be pulled."""
+    arena: Arena, copies: CopyList, *, signature: str, sources: Tensors, targets: Tensors = ()
+) -> Tensor:
+    """Makes this rank's copies and meets the others; then pieces may be pulled. Returns the half
+    that they are published in, uint8.
+    """
     half = arena.publish(copies.nbytes, signature)
     arena.copy(copies.rows, sources, targets=[half, *targets])
     arena.meet(signature)
+    return half
 
 
 class Published:
