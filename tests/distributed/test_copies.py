@@ -1,5 +1,6 @@
 """Copies by bytes: of all ranks in one process, in layouts at random."""
 
+import math
 import random
 
 import pytest
@@ -9,6 +10,7 @@ import tilewise.distributed as td
 from tilewise.distributed.methods import one_launch
 from tilewise.distributed.methods.shard_call import ShardCall
 from tilewise.distributed.transport.copies import (
+    ALIGN,
     Blocks,
     bytes_at,
     copy_one_by_one,
@@ -39,30 +41,54 @@ def room(nbytes):
     return torch.full((max(nbytes, 1),), 255, dtype=torch.uint8)
 
 
+def exchanged(all_copies, rooms):
+    """Makes copies of all ranks, each with its sources and targets: those that come later once the
+    first pieces were pulled.
+    """
+    for early in (True, False):
+        for copies, sources, targets, half in all_copies:
+            rows = copies.rows if early else copies.later
+            copy_one_by_one(rows, sources, [half, *targets])
+        for copies, _, targets, half in all_copies:
+            first = copies.early if copies.is_split else len(copies.pieces)
+            lists = copies.pieces[:first] if early else copies.pieces[first:]
+            pulled([x for pieces in lists for x in pieces], rooms, targets or [half])
+
+
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("headdim_v", [16, 24])
-def test_keys_in_groups_of_heads(seed, headdim_v):
-    """Side by side where K and V are as wide."""
+@pytest.mark.parametrize("in_place", [False, True])
+def test_keys_in_groups_of_heads(seed, headdim_v, in_place):
+    """Side by side where K and V are as wide; in the arena, or in memory of their own."""
     layout, count = layouts(seed), (1, 2, 4)[seed % 3]
     shape = 1, layout.seqlen, 4
     whole = torch.randn(*shape, 16), torch.randn(*shape, headdim_v)
-    all_copies, rooms = [], []
+    buffers = 1 if headdim_v == 16 else 2
+    widths = [32] if buffers == 1 else [16, headdim_v]
+    shapes = [(count, layout.seqlen, 4 // count * n) for n in widths]
+    all_copies, rooms, all_found = [], [], []
+    list_copies = one_launch.copies_in_place if in_place else one_launch.copies_of
     for rank in range(RANKS):
         mine = layout.at(rank)
         # Rows of a larger tensor, as of q, k and v that are projected together
         given = [torch.cat((mine.shard(x), mine.shard(x)), 2)[:, :, 4:] for x in whole]
         assert all(in_rows(x) is x for x in given)
-        copies = one_launch.copies_of(ShardCall(mine), *given, count=count)
-        buffers = 1 if headdim_v == 16 else 2
-        widths = [32] if buffers == 1 else [16, headdim_v]
-        found = [torch.full((count, layout.seqlen, 4 // count * n), torch.nan) for n in widths]
+        copies = list_copies(ShardCall(mine), *given, count=count)
         rooms.append(room(copies.nbytes))
+        if in_place:
+            starts = [0, -(-whole[0].numel() * 4 // ALIGN) * ALIGN]
+            found = [
+                rooms[-1][start:][: math.prod(x) * 4].view(torch.float32).view(x)
+                for start, x in zip(starts, shapes)
+            ]
+        else:
+            found = [torch.full(x, torch.nan) for x in shapes]
         if mine.tokens:  # else it sees no keys
-            copy_one_by_one(copies.rows, given, [rooms[-1], *found])
-            all_copies.append((copies, found))
-    for copies, found in all_copies:
+            all_copies.append((copies, given, [] if in_place else found, rooms[-1]))
+            all_found.append(found)
+    exchanged(all_copies, rooms)
+    for (copies, *_), found in zip(all_copies, all_found):
         pieces = [x for part in copies.pieces for x in part]
-        pulled(pieces, rooms, found)
         assert len(copies.pieces) == count and len(pieces) % (count * len(found)) == 0
         ranks = [x.rank for x in pieces]
         assert ranks[:: len(found)] == ranks[len(found) - 1 :: len(found)]
@@ -86,7 +112,7 @@ def test_rows_to_heads_and_back(seed):
         kind_of(q)._replace(heads=2 * each),
         kind_of(lse)._replace(heads=2 * each),
     )
-    there, rooms = [], []
+    there, made, rooms = [], [], []
     for rank in range(RANKS):
         mine = layout.at(rank)
         given = mine.shard(k), mine.shard(q), mine.shard(lse, 2).contiguous()
@@ -94,13 +120,12 @@ def test_rows_to_heads_and_back(seed):
         whole = Blocks(kinds, groups, batch=batch, tokens=seqlen)
         found = [torch.empty(n // x.itemsize, dtype=x.dtype) for n, x in zip(whole.sizes, given)]
         rooms.append(room(copies.nbytes))
-        if mine.tokens:
-            copy_one_by_one(copies.rows, given, [rooms[-1], *found])
-        there.append((copies, found))
+        made.append((copies, given, found, rooms[-1]))
+        there.append(found)
+    exchanged(made, rooms)
     by_heads = [[] for _ in groups]  # of each rank what each group's attention would return
-    for rank, (copies, found) in enumerate(there):
+    for rank, found in enumerate(there):
         for number, group in enumerate(groups):
-            pulled(copies.pieces[number], rooms, found)
             for kind, (x, y) in enumerate(zip(found, (k, q, lse))):
                 width = whole.width(kind, group)
                 first = rank * kinds[kind].heads + whole.first(kind, group)

@@ -214,10 +214,10 @@ def test_stream(gpu, learns):
     given = inputs(learns)
     found, calls = warm(lambda: td.attention(*given, layout=gpu, causal=True, method="stream"))
     assert found == {
-        **dict(copy_table_kernel=1, barrier_kernel=1, attention=1, poison_kernel=1),
-        **{"copy": 4, "write": 5, "recorded": 2, "waited for": 2},
+        **dict(copy_table_kernel=2, barrier_kernel=2, attention=1, poison_kernel=1),
+        **{"copy": 4, "write": 5, "recorded": 4, "waited for": 3},
     }
-    assert calls < 200  # with those of what is replaced
+    assert calls < 240  # with those of what is replaced
 
 
 @pytest.mark.parametrize("learns", [False, True])
@@ -245,10 +245,10 @@ def test_heads(gpu, learns):
     given = inputs(learns)
     found, calls = warm(lambda: td.attention(*given, layout=gpu, causal=True, method="heads"))
     assert found == {
-        **dict(copy_table_kernel=5, barrier_kernel=3, attention=2, poison_kernel=1 + learns),
-        **{"copy": 8, "recorded": 7, "waited for": 7},
+        **dict(copy_table_kernel=6, barrier_kernel=4, attention=2, poison_kernel=1 + learns),
+        **{"copy": 8, "recorded": 8, "waited for": 8},
     }
-    assert calls < 330
+    assert calls < 370
 
 
 def test_another_group_time_out_and_stream(gpu):

@@ -26,13 +26,12 @@ from ...ops.calls import layout_key
 from ...problem import OPEN, Problem, Scalars
 from ..layouts.layout import Layout
 from ..layouts.pulls import Pull, pulls_in_turn
-from ..layouts.work import Band, Run, keys_of
-from ..transport.copies import ALIGN, CopyList, in_rows, kind_of, places_of
-from ..transport.copy_lists import keys_in_place, keys_to_queries
-from ..transport.exchange import publish_copies
+from ..layouts.work import Band, keys_of
+from ..transport.copies import ALIGN, in_rows
+from ..transport.exchange import publish_copies, pull_copies
 from ..transport.halves import HALVES, Arena
-from ..transport.nodes import Nodes
 from . import rows
+from .launch_copies import copies_in_place, copies_of, with_few_lists
 from .pulled_keys import hidden_keys
 from .shard_call import ShardCall
 
@@ -68,8 +67,10 @@ class PreparedLaunch:
         self.is_in_place = arena.nodes is None and in_place.nbytes <= HALVES * self.copies.nbytes
         if self.is_in_place:
             self.copies = in_place
-        self.pieces = [x for pieces in self.copies.pieces for x in pieces]
-        self.sources = tuple([x.rank for x in self.pieces])[:: len(self.shapes)]
+        if arena.nodes is None:
+            self.copies = with_few_lists(self.copies)
+        pieces = [x for pieces in self.copies.pieces for x in pieces]
+        self.sources = tuple([x.rank for x in pieces])[:: len(self.shapes)]
         self.signature = f"attention (stream, {count} groups of heads at a time): {spec.signature}"
         self.hidden = hidden_keys(layout, spec.band)
         of_group = q.shape[2] // count
@@ -118,17 +119,17 @@ def attend(
     sources = k if plan.k_is_dense else in_rows(k), v if plan.v_is_dense else in_rows(v)
     pulled = [] if plan.is_in_place else [k.new_empty(shape) for shape in plan.shapes]
     clear_hidden(pulled, plan.hidden)
-    half = publish_copies(
-        arena, plan.copies, signature=plan.signature, sources=sources, targets=pulled
-    )
+    exchanged: Any = dict(signature=plan.signature, sources=sources, targets=pulled)
+    half = publish_copies(arena, plan.copies, **exchanged)
     if arena.nodes is not None:
         return _attend_by_groups(arena, spec, plan, q=q, pulled=pulled)
-    targets = pulled
     if plan.is_in_place:
-        targets, pulled = [half], keys_in(half, arena, plan, dtype=k.dtype)
+        pulled = keys_in(half, arena, plan, dtype=k.dtype)
         clear_hidden(pulled, plan.hidden)
     arena.begin_pieces(plan.sources)
-    (last,) = arena.pull([plan.pieces], targets, counted=len(pulled))
+    counted = len(plan.shapes)
+    *_, last = pull_copies(arena, plan.copies, half=half, counted=counted, **exchanged)
+    arena.barrier.expect(plan.sources)  # they may have met once more
     try:
         values = pulled[0][:, :, :, 1] if plan.is_joint else pulled[1]
         out, lse = plan.forward((q, pulled[0], values, *spec.extras[:2], arena.words))
@@ -138,7 +139,7 @@ def attend(
         arena.arrive(last)
 
 
-def clear_hidden(pulled: Sequence[Tensor], hidden: Sequence[Run]) -> None:
+def clear_hidden(pulled: Sequence[Tensor], hidden: Sequence[tuple[int, int]]) -> None:
     """Clears keys that no query sees: what a kernel reads must be finite."""
     for start, stop in hidden:
         for x in pulled:
@@ -191,34 +192,6 @@ def _parts(plan: PreparedLaunch, whole: Sequence[Any], *, group: int) -> list[An
     values = keys[:, :, :, 1] if plan.is_joint else values
     per_head = [x if x is None else x[..., heads] for x in per_head]
     return [q[:, :, heads], keys, values, *per_head, counts, out[:, :, heads], lse[:, heads]]
-
-
-def copies_of(
-    spec: ShardCall, k: Tensor, v: Tensor, *, count: int, nodes: Nodes | None = None
-) -> CopyList:
-    """Lists the copies of keys and values in `count` groups of heads."""
-    layout = spec.layout
-    pulls = tuple(pulls_in_turn(layout, keys_of(layout.spans, spec.band)))
-    more: Any = dict(tokens=layout.seqlen, batch=1, band=spec.band, nodes=nodes)
-    return keys_to_queries(layout, (pulls,), **more, **_lies(k, v, count=count))
-
-
-def copies_in_place(spec: ShardCall, k: Tensor, v: Tensor, *, count: int) -> CopyList:
-    """Lists these copies where keys are read in the arena."""
-    layout = spec.layout
-    pulls = tuple(pulls_in_turn(layout, keys_of(layout.spans, spec.band)))
-    return keys_in_place(layout, pulls, **_lies(k, v, count=count))
-
-
-def _lies(k: Tensor, v: Tensor, *, count: int) -> dict[str, Any]:
-    """Says how keys and values lie: in `count` groups of heads, those of one width as one."""
-    heads = k.shape[2] // count
-    return dict(
-        kinds=(kind_of(k), kind_of(v)),
-        sources=places_of((k, v)),
-        groups=tuple(range(i * heads, (i + 1) * heads) for i in range(count)),
-        side_by_side=k.shape == v.shape,
-    )
 
 
 def forward_of(
@@ -285,8 +258,7 @@ def walk_of(layout: Layout, band: Band, *, heads: int) -> Walk:
     """Returns the runs as the kernel takes them. The keys of one begin with those of its document,
     and so its blocks are the document's; they end with the last that is seen.
     """
-    from ...kernels.hopper.fwd.runs_launch import SHIFT, Walk
-    from ...kernels.hopper.fwd.runs_launch import Run as RunOfRows
+    from ...kernels.hopper.fwd.runs_launch import SHIFT, Run, Walk
 
     pulls = remote_pulls(layout, band)
     waits = [0] * ((layout.seqlen >> SHIFT) + 1)
@@ -296,5 +268,5 @@ def walk_of(layout: Layout, band: Band, *, heads: int) -> Walk:
     runs = []
     for row, start, stop, first, last in layout.spans:
         end = last if band.right == OPEN else min(last, stop + band.right)
-        runs.append(RunOfRows(row, stop - start, first_k=first, keys=end - first, diagonal=start - first))
+        runs.append(Run(row, stop - start, first_k=first, keys=end - first, diagonal=start - first))
     return Walk(tuple(runs), layout.seqlen, heads=heads, waits=tuple(waits), pieces=len(pulls))

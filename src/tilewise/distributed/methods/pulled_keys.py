@@ -6,6 +6,7 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -15,7 +16,7 @@ from ..layouts.pulls import pulls_of, without
 from ..layouts.work import Band, Run, keys_of
 from ..transport.copies import in_rows, kind_of, places_of
 from ..transport.copy_lists import keys_to_queries
-from ..transport.exchange import publish_copies
+from ..transport.exchange import exchange_copies
 from ..transport.halves import Arena
 from . import packed_runs, rows
 from .run_calls import BLOCK
@@ -38,11 +39,11 @@ def pull_keys(
     packing: packed_runs.Packing | None = None,
 ) -> list[rows.PulledKeys]:
     """Pulls keys and values of the whole sequence; or those of each run, as they are packed; of
-    each group of heads. This rank's are there; others arrive, between nodes group by group. Those
-    that no query here sees are 0, if they are read: all of them (`reads_all`), or the first ones of
-    a kernel's blocks.
+    each group of heads. This rank's are there; others arrive, group by group. Those that no query
+    here sees are 0, if they are read: all of them (`reads_all`), or the first ones of a kernel's
+    blocks.
     """
-    layout, band, (batch, _, nheads_k, _) = spec.layout, spec.band, k.shape
+    layout, band, batch = spec.layout, spec.band, k.shape[0]
     tensors = in_rows(k), in_rows(v)
     if packing is None:
         pulls, tokens = pulls_of(layout, band), layout.seqlen
@@ -55,7 +56,6 @@ def pull_keys(
         hidden = [(row, first) for row, first in zip(begins, firsts) if row < first]
     if len(pulls) > FEW_LISTS:
         pulls = (tuple(x for part in pulls for x in part),)
-    dealt = (range(nheads_k),) if arena.nodes is None else groups
     copies = keys_to_queries(
         layout,
         pulls,
@@ -63,17 +63,17 @@ def pull_keys(
         kinds=tuple(map(kind_of, tensors)),
         sources=places_of(tensors),
         batch=batch,
-        groups=dealt,
+        groups=groups,
         band=band,
         nodes=arena.nodes,
     )
     memory = [x.new_empty((batch, tokens, *x.shape[2:])) for x in tensors]
-    views = [[heads_of(x, group) for x in memory] for group in dealt]
+    views = [[heads_of(x, group) for x in memory] for group in groups]
     for (start, stop), of_group in itertools.product(hidden, views):
         for x in of_group:
             x[:, start:stop] = 0
-    publish_copies(arena, copies, signature=signature, sources=tensors, targets=memory)
-    marks = arena.pull(copies.pieces, memory, traffic=copies.traffic)
+    exchanged: Any = dict(signature=signature, sources=tensors, targets=memory)
+    marks = exchange_copies(arena, copies, **exchanged)
     parts = []
     for number, (keys, values) in enumerate(views):
         of_spans = tuple(marks[len(pulls) * number :][: len(pulls)])
@@ -83,11 +83,7 @@ def pull_keys(
         parts.append(
             rows.PulledKeys(keys, values, arena=arena, marks=of_spans, is_packed=is_packed)
         )
-    if len(parts) == len(groups):
-        return parts
-    (whole,) = parts
-    heads = [slice(x.start, x.stop) for x in groups]
-    return [whole._replace(k=whole.k[:, :, x], v=whole.v[:, :, x]) for x in heads]
+    return parts
 
 
 def heads_of(x: Tensor, group: range) -> Tensor:

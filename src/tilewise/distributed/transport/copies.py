@@ -31,7 +31,8 @@ class Piece(NamedTuple):
 class CopyList(NamedTuple):
     """The copies of an exchange, of tensors to targets. `rows` has this rank's: into its half of
     the arena, which is target 0, and into the others where it keeps them. `pieces` has those of
-    other ranks' halves, in lists that are waited for one by one.
+    other ranks' halves, in lists that are waited for one by one. Where it is split, `later` are
+    copies like `rows`, without which the first `early` lists can be pulled.
     """
 
     nbytes: int  # of the half
@@ -40,6 +41,9 @@ class CopyList(NamedTuple):
     traffic: tuple[Traffic, ...] = ()  # what crosses nodes, each for as many of the lists
     placed: Table = NO_COPIES  # copies of pieces that have arrived in memory of their own
     placed_nbytes: int = 0  # of that memory
+    later: Table = NO_COPIES
+    early: int = 0
+    is_split: bool = False  # on all ranks
 
 
 class Kind(NamedTuple):

@@ -8,8 +8,9 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
-from ...kernels.common.row_table import Table
+from ...kernels.common.row_table import Rows, Table
 from ..layouts.layout import Layout
 from ..layouts.pulls import Pull, place_among, pulls_in_turn, rows_seen, shared_rows
 from ..layouts.work import Band
@@ -40,8 +41,9 @@ def keys_to_queries(
     counts = [sum(stop - start for start, stop in runs) for runs in shared]
     halves, whole = [blocks(tokens=count) for count in counts], blocks(tokens=tokens)
     me, my_shared = layout.rank, shared[layout.rank]
-    rows = []
-    for group, kind, b in itertools.product(groups, range(len(kinds)), range(batch)):
+    rows: list[list[Rows]] = [[] for _ in groups]
+    for i, kind, b in itertools.product(range(len(groups)), range(len(kinds)), range(batch)):
+        group = groups[i]
         source = sources[kind].moved(head=group.start, row=b)
         half = halves[me].joint_place(kind, group).moved(row=b)
         target = whole.place(kind, group).moved(row=b)
@@ -49,9 +51,9 @@ def keys_to_queries(
         copied = functools.partial(rows_between, heads=len(group))
         for start, stop in my_shared:
             published = half.moved(place_among(my_shared, start))
-            rows.append(copied(source.moved(start), published, tokens=stop - start))
+            rows[i].append(copied(source.moved(start), published, tokens=stop - start))
         for _, row, start, stop in (x for part in pulls for x in part if x.rank == me):
-            rows.append(copied(source.moved(row), target.moved(start), tokens=stop - start))
+            rows[i].append(copied(source.moved(row), target.moved(start), tokens=stop - start))
     remote = [
         [x._replace(row=place_among(shared[x.rank], x.row)) for x in part if x.rank != me]
         for part in pulls
@@ -66,7 +68,21 @@ def keys_to_queries(
         pieces.append(tuple(of_list))
     traffic = () if nodes is None else _keys_across(layout, band, nodes=nodes, halves=halves)
     nbytes = max(x.nbytes for x in halves)
-    return CopyList(nbytes, Table(rows), pieces=tuple(pieces), traffic=traffic)
+    turns = in_turns(rows, is_split=nodes is None)
+    return CopyList(nbytes, pieces=tuple(pieces), traffic=traffic, early=len(pulls), **turns)
+
+
+def in_turns(rows: Sequence[list[Rows]], *, is_split: bool) -> dict[str, Any]:
+    """Returns the copies of groups as the fields of a list: those of the first group, and, if they
+    are split, those of the others, which all ranks then make later, even where they have none.
+    """
+    early = rows[:1] if is_split else rows
+    chain = itertools.chain.from_iterable
+    return dict(
+        rows=Table(chain(early)),
+        later=Table(chain(rows[len(early) :])),
+        is_split=is_split and len(rows) > 1,
+    )
 
 
 @functools.lru_cache(maxsize=256)
@@ -79,22 +95,27 @@ def keys_in_place(
     groups: tuple[range, ...],
     side_by_side: bool = False,
 ) -> CopyList:
-    """Lists the copies of keys of one sequence that are read where they are published: each half has
-    room for the whole sequence, in which a rank copies its rows to their places, and others' rows
-    from the same places of theirs. There is one list of pieces.
+    """Lists the copies of keys of one sequence that are read where they are published: each half
+    has room for the whole sequence, in which a rank copies its rows to their places, and others'
+    rows from the same places of theirs. There is a list of pieces for each group.
     """
     whole = Blocks(kinds, groups, batch=1, tokens=layout.seqlen, side_by_side=side_by_side)
     rows, pieces = [], []
     for group in groups:
+        copied: list[Rows] = []
         for kind, (row, start, stop) in itertools.product(range(len(kinds)), layout.placed):
             source = sources[kind].moved(row, head=group.start)
             target = whole.joint_place(kind, group).moved(start)
-            rows.append(rows_between(source, target, tokens=stop - start, heads=len(group)))
+            copied.append(rows_between(source, target, tokens=stop - start, heads=len(group)))
+        rows.append(copied)
+        of_group: list[Piece] = []
         for pull, kind in itertools.product(pulls, range(len(whole.sizes))):
             if pull.rank != layout.rank:
                 place = whole.joint_place(kind, group).moved(pull.start)
-                pieces += _pieces(pull.rank, place, target=place, tokens=pull.stop - pull.start)
-    return CopyList(whole.nbytes, Table(rows), pieces=(tuple(pieces),))
+                of_group += _pieces(pull.rank, place, target=place, tokens=pull.stop - pull.start)
+        pieces.append(tuple(of_group))
+    turns = in_turns(rows, is_split=True)
+    return CopyList(whole.nbytes, pieces=tuple(pieces), early=1, **turns)
 
 
 def _keys_across(
@@ -147,6 +168,7 @@ def rows_to_heads(
     starts = [_starts([half.nbytes] * ranks, owner) for owner, half in enumerate(halves)]
     rows, pieces, traffic = [], [], []
     for group in groups:
+        copies: list[Rows] = []
 
         def wanted(owner: int, readers: Sequence[int], group: range = group) -> Iterator[Bytes]:
             for kind, reader in itertools.product(range(len(kinds)), readers):
@@ -166,11 +188,11 @@ def rows_to_heads(
                 heads = source.moved(head=rank * kinds[kind].heads + whole.first(kind, group))
                 if rank != me:
                     half = halves[me].joint_place(kind, group, before=starts[me][rank])
-                    rows.append(copied(heads, half.moved(row=b), tokens=layout.tokens))
+                    copies.append(copied(heads, half.moved(row=b), tokens=layout.tokens))
                     continue
                 local = target._replace(tensor=1 + kind)
                 for row, start, stop in layout.placed:
-                    rows.append(copied(heads.moved(row), local.moved(start), tokens=stop - start))
+                    copies.append(copied(heads.moved(row), local.moved(start), tokens=stop - start))
             for rank, row, start, stop in pulls_in_turn(layout, [(0, layout.seqlen)]):
                 if rank != me:
                     half = halves[rank].joint_place(kind, group, before=starts[rank][me])
@@ -178,8 +200,10 @@ def rows_to_heads(
                     parts = width if by_head else 1
                     of_group += _pieces(rank, half, target=place, tokens=stop - start, heads=parts)
         pieces.append(tuple(of_group))
+        rows.append(copies)
     nbytes = (ranks - 1) * max(x.nbytes for x in halves)
-    return CopyList(nbytes, Table(rows), pieces=tuple(pieces), traffic=tuple(traffic))
+    turns = in_turns(rows, is_split=nodes is None)
+    return CopyList(nbytes, pieces=tuple(pieces), traffic=tuple(traffic), early=1, **turns)
 
 
 @functools.lru_cache(maxsize=256)
