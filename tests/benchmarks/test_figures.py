@@ -97,7 +97,7 @@ def test_sustained_times_count_and_flushed_ones_can_be_asked_for():
     for asked, answer in {
         "{over fa3: fwd 1Ki}": "1.25",
         "{over fa3: flushed fwd 1Ki}": "1.00",
-        "{mean best: fwd 1Ki}, {mean best: flushed fwd}": "–, –",
+        "{mean best fa3 cudnn: fwd 1Ki}, {mean best fa3 cudnn: flushed fwd}": "–, –",
         "{rate: fwd 1Ki}, {rate: flushed fwd 1Ki}": f"{tflops / 2:.0f}, {tflops:.0f}",
         "{ms fa3: fwd 1Ki}, {ms fa3: flushed fwd 1Ki}": "2.50, 1.00",
         "{ahead fa3: fwd}, {over fa3: fwd 2Ki}": "2 of 2, 1.50",
@@ -148,7 +148,7 @@ def test_a_ratio_is_of_the_newest_run_in_which_both_ran():
     later = "2026-02-01T00:00:00+00:00"
     new = [row(ms=9.0, run="new", date=later), row("fa3", 9.9, run="new", date=later)]
     evidence = collect(old + new)
-    asked = "{over fa3: fwd}, {over cudnn: fwd}, {mean best: fwd}"
+    asked = "{over fa3: fwd}, {over cudnn: fwd}, {mean best fa3 cudnn: fwd}"
     assert figures.fill(asked, evidence) == "1.10, 3.00, 2.00"
 
 

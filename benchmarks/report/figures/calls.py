@@ -1,6 +1,6 @@
 """Questions about attention calls: rates, and ratios to peers, over the shapes that words describe.
 
-A shape answers to words: fwd, D64, causal, 4Ki, bf16, packed, zipf, window. A question means every
+A shape answers to words: fwd, D64, causal, 4Ki, bf16, packed, zipf, window, group4. A question means every
 shape that answers to all of its words; bf16 and dense go without saying, and so does the GPU, torch
 and Triton that most rows are from, unless H100, H200 or a word such as Triton-3.8 names another.
 Ours is the call as it is, unless a word such as portable or quantized names another of our ways.
@@ -50,6 +50,7 @@ def words_of(shape: Shape, suite: str = "adhoc") -> frozenset[str]:
         *(shape.direction, shape.lengths, suite, *features),
         *(f"D{shape.headdim}", "causal" if shape.causal else "full"),
         *(length(shape.seqlen_q), SHORT.get(shape.dtype, shape.dtype)),
+        f"group{shape.nheads // shape.nheads_k}",  # query heads that share keys
         kind_of(shape) if shape.lengths or is_classic(shape) else "other",
     }
     return frozenset(words)
@@ -127,14 +128,15 @@ def ratio(evidence: Evidence, names: list[str], words: list[str]) -> str:
 
 
 def mean(evidence: Evidence, names: list[str], words: list[str]) -> str:
-    """The geometric mean of these ratios, in bold where it is below 1; `{mean best: ...}` is of the
-    best peer of each shape.
+    """The geometric mean of these ratios, in bold where it is below 1; `{mean best fa3 fa4: ...}` is
+    of the better of these peers in each shape.
     """
-    if names == ["best"]:
-        found = [timing.best for timing in timings(evidence, ["fa3", "cudnn"], words)]
+    first, *peers = names
+    if first == "best":
+        found = [timing.best for timing in timings(evidence, peers, words)]
         found = [value for value in found if value is not None]
     else:
-        found = ratios(evidence, names[0], words)
+        found = ratios(evidence, first, words)
     return marked(mean_of(found)) if found else NONE
 
 
