@@ -21,7 +21,7 @@ from ...problem import INPUTS, Grads, Saved
 from ..transport.arena import reporting
 from ..transport.copies import Blocks, CopyList, Kind, are_aligned, in_rows, kind_of, places_of
 from ..transport.copy_lists import heads_to_rows, rows_to_heads
-from ..transport.exchange import exchange_copies, publish_copies
+from ..transport.exchange import publish_copies
 from ..transport.halves import Arena
 from ..transport.nodes import Nodes
 from . import whole
@@ -30,7 +30,6 @@ from .shard_call import ShardCall
 
 Tensor = torch.Tensor
 LEAST_ROWS = 1 << 16  # of query heads in a group: 512 tiles of 128, four for each SM
-LEAST_OUTER_ROWS = 1 << 15  # in the first group and the last, of three
 SAVED = 5  # tensors per group: q, k, v, out and lse
 GIVEN = 2  # gradients, of out and lse
 
@@ -112,8 +111,14 @@ class _Heads(torch.autograd.Function):
             if dout is None:
                 dq, _, dv = results
                 dout = dq.new_zeros(dq.shape[:3] + dv.shape[3:])
-            options: Any = dict(kept=tensors, results=results, groups=ctx.groups)
-            grads = _gradients(ctx.arena, spec, exchanged=[dout, dlse], **options)
+            grads = _gradients(
+                ctx.arena,
+                spec,
+                exchanged=[dout, dlse],
+                kept=tensors,
+                results=results,
+                groups=ctx.groups,
+            )
             return None, None, None, *grads[: INPUTS + 1]
 
 
@@ -227,8 +232,9 @@ class IncomingHeads:
     def __init__(self, arena: Arena, plan: HeadExchange, *, tensors: Sequence[Tensor]) -> None:
         self.arena, self.plan = arena, plan
         self.memory = [x.new_empty(n) for x, n in zip(tensors, plan.sizes)]
-        exchanged = dict(signature=plan.signature, sources=tensors, targets=self.memory)
-        self.marks = exchange_copies(arena, plan.copies, **exchanged)
+        signature, memory = plan.signature, self.memory
+        publish_copies(arena, plan.copies, signature=signature, sources=tensors, targets=memory)
+        self.marks = arena.pull(plan.copies.pieces, memory, traffic=plan.copies.traffic)
 
     def arrive(self, number: int) -> list[Tensor]:
         """Returns a group's heads of the whole sequence, for what the stream does next."""
@@ -276,20 +282,15 @@ class OutgoingRows:
 
 
 def groups_of(spec: ShardCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[range, ...]:
-    """Returns the groups of key heads: two halves, where each has work for all of a GPU. If query
-    heads share no keys, so that exchanges are long, a half between two quarters that have.
-    """
+    """Returns the groups of key heads: two halves, where each has work for all of a GPU."""
     nheads_k = k.shape[2] // spec.layout.ranks
     rows = q.shape[0] * spec.layout.seqlen * (q.shape[2] // k.shape[2])  # of a key head
     least = -(-LEAST_ROWS // max(rows, 1))
-    half, quarter = nheads_k // 2, nheads_k // 4
+    half = nheads_k // 2
     # A group's heads lie in the memory of all: TMA wants them at multiples of 16 bytes
     if half < least or not are_aligned(q, k, v):
         return (range(nheads_k),)
-    ends = [0, half, nheads_k]
-    if k.shape[2] == q.shape[2] and quarter * rows >= max(LEAST_OUTER_ROWS, 1):
-        ends[1:2] = quarter, nheads_k - quarter
-    return tuple(map(range, ends, ends[1:]))
+    return range(half), range(half, nheads_k)
 
 
 def query_heads(spec: ShardCall, q: Tensor, k: Tensor, *, group: range) -> slice:

@@ -16,7 +16,7 @@ from ..layouts.pulls import pulls_of, without
 from ..layouts.work import Band, Run, keys_of
 from ..transport.copies import in_rows, kind_of, places_of
 from ..transport.copy_lists import keys_to_queries
-from ..transport.exchange import exchange_copies
+from ..transport.exchange import publish_copies, pull_copies
 from ..transport.halves import Arena
 from . import packed_runs, rows
 from .run_calls import BLOCK
@@ -73,7 +73,8 @@ def pull_keys(
         for x in of_group:
             x[:, start:stop] = 0
     exchanged: Any = dict(signature=signature, sources=tensors, targets=memory)
-    marks = exchange_copies(arena, copies, **exchanged)
+    half = publish_copies(arena, copies, **exchanged)
+    marks = pull_copies(arena, copies, half=half, **exchanged)
     parts = []
     for number, (keys, values) in enumerate(views):
         of_spans = tuple(marks[len(pulls) * number :][: len(pulls)])

@@ -168,7 +168,6 @@ def rows_to_heads(
     starts = [_starts([half.nbytes] * ranks, owner) for owner, half in enumerate(halves)]
     rows, pieces, traffic = [], [], []
     for group in groups:
-        copies: list[Rows] = []
 
         def wanted(owner: int, readers: Sequence[int], group: range = group) -> Iterator[Bytes]:
             for kind, reader in itertools.product(range(len(kinds)), readers):
@@ -188,11 +187,11 @@ def rows_to_heads(
                 heads = source.moved(head=rank * kinds[kind].heads + whole.first(kind, group))
                 if rank != me:
                     half = halves[me].joint_place(kind, group, before=starts[me][rank])
-                    copies.append(copied(heads, half.moved(row=b), tokens=layout.tokens))
+                    rows.append(copied(heads, half.moved(row=b), tokens=layout.tokens))
                     continue
                 local = target._replace(tensor=1 + kind)
                 for row, start, stop in layout.placed:
-                    copies.append(copied(heads.moved(row), local.moved(start), tokens=stop - start))
+                    rows.append(copied(heads.moved(row), local.moved(start), tokens=stop - start))
             for rank, row, start, stop in pulls_in_turn(layout, [(0, layout.seqlen)]):
                 if rank != me:
                     half = halves[rank].joint_place(kind, group, before=starts[rank][me])
@@ -200,10 +199,8 @@ def rows_to_heads(
                     parts = width if by_head else 1
                     of_group += _pieces(rank, half, target=place, tokens=stop - start, heads=parts)
         pieces.append(tuple(of_group))
-        rows.append(copies)
     nbytes = (ranks - 1) * max(x.nbytes for x in halves)
-    turns = in_turns(rows, is_split=nodes is None)
-    return CopyList(nbytes, pieces=tuple(pieces), traffic=tuple(traffic), early=1, **turns)
+    return CopyList(nbytes, Table(rows), pieces=tuple(pieces), traffic=tuple(traffic))
 
 
 @functools.lru_cache(maxsize=256)

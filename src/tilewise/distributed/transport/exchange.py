@@ -53,14 +53,6 @@ def pull_copies(
     return marks + arena.pull(copies.pieces[copies.early :], memory, counted=counted)
 
 
-def exchange_copies(arena: Arena, copies: CopyList, **exchanged: Any) -> list[Any]:
-    """Makes and begins to pull all copies, with the arguments of `publish_copies`, and returns a
-    mark for each list of pieces.
-    """
-    half = publish_copies(arena, copies, **exchanged)
-    return pull_copies(arena, copies, half=half, **exchanged)
-
-
 class Published:
     """What all ranks have published for one call: tensors of the same dtypes and shapes (rows,
     ...), where rank r has `counts[r]` rows.
