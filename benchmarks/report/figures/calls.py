@@ -1,9 +1,10 @@
 """Questions about attention calls: rates, and ratios to peers, over the shapes that words describe.
 
-A shape answers to words: fwd, D64, causal, 4Ki, bf16, packed, zipf, window, group4. A question means every
-shape that answers to all of its words; bf16 and dense go without saying, and so does the GPU, torch
-and Triton that most rows are from, unless H100, H200 or a word such as Triton-3.8 names another.
-Ours is the call as it is, unless a word such as portable or quantized names another of our ways.
+A shape answers to words: fwd, D64, causal, 4Ki, bf16, packed, zipf, window, group4. A question
+means every shape that answers to all of its words; bf16 and dense go without saying, and so does
+the GPU, torch and Triton that most rows are from, unless H100, H200 or a word such as Triton-3.8
+names another. Ours is the call as it is, unless a word such as portable or quantized names another
+of our ways.
 Times are the sustained ones, where a run has them for all that took part; the word flushed means
 the other ones.
 """
@@ -128,8 +129,8 @@ def ratio(evidence: Evidence, names: list[str], words: list[str]) -> str:
 
 
 def mean(evidence: Evidence, names: list[str], words: list[str]) -> str:
-    """The geometric mean of these ratios, in bold where it is below 1; `{mean best fa3 fa4: ...}` is
-    of the better of these peers in each shape.
+    """The geometric mean of these ratios, in bold below 1; `{mean best fa3 fa4: ...}` is
+    over the better of these peers in each shape.
     """
     first, *peers = names
     if first == "best":
