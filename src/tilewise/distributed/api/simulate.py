@@ -38,8 +38,8 @@ FORWARD_START, BACKWARD_START = 1.0, 3.5
 STREAM_STARTS = 0.02, 0.15  # forward, backward
 HEADS_STARTS = 0.2, 0.2
 UNKNOWN = (
-    "not known: nodes of several GPUs, bandwidth that nodes share, the slowest of many cards; "
-    "only two GPUs were measured as two nodes"
+    "not known: nodes of several GPUs, bandwidth that nodes share, the slowest of many cards, "
+    "barriers of many hosts; only two GPUs were measured as two nodes"
 )
 
 

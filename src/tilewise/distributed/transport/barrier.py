@@ -28,7 +28,7 @@ ERROR, SUMS = "error", ("sum 0", "sum 1", "sum 2")
 ENDED = "tilewise_ended"  # of an error, the epoch that it began
 FIRST = "the first call of the process group"
 POLL = 0.001  # seconds between looks at the store, while ranks agree
-SOON, LONGEST = 0.0002, 0.01  # seconds of waiting without a pause, and of a pause
+SOON, LONGEST = 0.005, 0.01  # seconds before a host pauses (with 0.0002 it is late), and of pauses
 
 
 class Barrier:
