@@ -170,12 +170,11 @@ OPERATORS = {
 
 
 def refuse(kind: str, **arguments: Any) -> None:
-    """NotImplementedError for the first argument that is not None, which this kind of call does not
-    take.
+    """NotImplementedError for the first argument that is not None and that this kind of call does
+    not take.
     """
     for name, value in arguments.items():
-        if value is not None:
-            remedy = getattr(FEATURES[name], kind)
+        if value is not None and (remedy := getattr(FEATURES[name], kind)):
             raise NotImplementedError(REFUSALS[kind].format(name=name, remedy=remedy))
 
 

@@ -27,7 +27,7 @@ from .frontend.call import check
 from .frontend.checks import in_order, sizes_of
 from .frontend.scalars import Numbers, Window, check_flag
 from .frontend.values import check_values
-from .kernels.common.cached import NO_CACHE, Cached, lse_by_query, lse_shape
+from .kernels.common.cached import Cached, lse_by_query, lse_shape
 from .keywords import refuses_others, unexpected
 from .mods import masks, scores
 from .mods.block_mask import BlockMask
@@ -111,13 +111,11 @@ def attention_reference(
     numbers = Numbers(scale, softcap, dropout_p, causal=causal, window=window)
     is_scaled = k_descale is not None or v_descale is not None
     if is_scaled or is_cached(k, page_table, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k):
-        tensors = q, k, v, page_table, seqused_k, cu_seqlens_q, alibi_slopes, sinks
-        cached = check_cached(
-            NO_CACHE.of_tensors((*tensors, k_descale, v_descale)),
-            numbers,
-            mask_mod=mask_mod,
-            layout=layout,
+        extras = Extras(alibi_slopes, sinks, seqused_k=seqused_k, cu_seqlens_q=cu_seqlens_q)
+        cached = Cached(
+            q, k, v, page_table, extras=extras, k_descale=k_descale, v_descale=v_descale
         )
+        cached = check_cached(cached, numbers, mask_mod=mask_mod, layout=layout)
         out, lse = _attend_cached(cached, mask_mod, upcast=upcast)
         out = out.transpose(1, 2) if layout == "bhsd" else out
         return (out, lse) if return_lse else out
@@ -138,7 +136,7 @@ def attention_reference(
     block_mask = check_block_mask(block_mask, sizes, is_packed=is_packed, has_band=has_band)
     modifiers_of(mask_mod, score_mod, block_mask=block_mask, sizes=sizes)
     mask_mod = mask_mod if block_mask is None else block_mask.mask
-    options = _Options(align, extras, scalars, mask_mod, score_mod, upcast, first)
+    options = _Options(align, extras, scalars, mask_mod, score_mod, upcast=upcast, first=first)
     attend = _attend_packed if is_packed else _attend
     out, lse = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), options)
     if layout == "bshd":
@@ -177,7 +175,7 @@ def _attend_cached(
         slopes = slopes if slopes is None or slopes.dim() == 1 else slopes[b : b + 1]
         first = b, 0, length - queries.shape[0]
         one = Extras(slopes, extras.sinks)
-        options = _Options("bottom_right", one, cached.scalars, mask_mod, None, upcast, first)
+        options = _Options("bottom_right", one, cached.scalars, mask_mod, None, upcast, first=first)
         q_rows = queries.unsqueeze(0).transpose(1, 2)
         out_row, lse_row = _attend(q_rows, k.transpose(1, 2), v=v.transpose(1, 2), options=options)
         out_rows.copy_(out_row[0].transpose(0, 1))

@@ -2,7 +2,8 @@
 
 from tilewise.frontend import cached
 from tilewise.frontend.scalars import Numbers
-from tilewise.kernels.common.cached import NO_CACHE
+from tilewise.kernels.common.cached import Cached
+from tilewise.problem import Extras
 
 
 def check_cached(q, k, v, table, lengths, learned, numbers, layout="bshd", scales=(None, None)):
@@ -10,9 +11,10 @@ def check_cached(q, k, v, table, lengths, learned, numbers, layout="bshd", scale
     `numbers` causal, scale, window, softcap and split_size; `scales` are those of k and of v.
     """
     causal, scale, window, softcap, split_size = numbers
-    *learned, mask_mod = learned
+    (slopes, sinks, mask_mod), (used, starts), (k_descale, v_descale) = learned, lengths, scales
+    extras = Extras(slopes, sinks, seqused_k=used, cu_seqlens_q=starts)
     return cached.check_cached(
-        NO_CACHE.of_tensors((q, k, v, table, *lengths, *learned, *scales)),
+        Cached(q, k, v, table, extras=extras, k_descale=k_descale, v_descale=v_descale),
         Numbers(scale, softcap, causal=causal, window=window),
         split_size=split_size,
         mask_mod=mask_mod,

@@ -12,14 +12,14 @@ AT_MOST = {
     # Sizes
     "lines": 55_337,
     "files that name softcap": 28,
-    "files that name sinks": 36,
+    "files that name sinks": 37,
     "files attention() imports": 40,
-    "lines attention() imports": 5_683,
+    "lines attention() imports": 5_707,
     # One record, one dispatcher, one file of checks, one way to launch
-    "records, host": 90,
+    "records, host": 95,
     "records, device": 161,
     "records built at one place, host": 20,
-    "records built at one place, device": 56,
+    "records built at one place, device": 57,
     "launching classes": 3,
     "dispatchers": 1,
     "check files": 2,

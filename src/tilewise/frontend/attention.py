@@ -9,18 +9,17 @@ import torch
 
 from ..dispatch import check_backend
 from ..errors import HEADS_FIRST, OURS
-from ..features import refuse, refuse_gradients
+from ..features import refuse
 from ..kernels.common.cached import Cached
 from ..kernels.common.quantized import Quantized
 from ..keywords import refuses_others, unexpected
 from ..ops import attention as ops
 from ..ops import context_parallel as shards
-from ..ops import kv_cache as cache_ops
-from ..ops.calls import find
+from ..ops.calls import Entry, find
 from ..problem import OPEN, Call, Extras
 from ..tile.dropout_numbers import check_dropout, draw_rng
 from . import invariance, paths
-from .cached import attend_cached, check_cached, is_cached, launch_step
+from .cached import attend_cached, check_cached, is_cached, launch_step, train_cached
 from .call import call, launch
 from .checks import in_order, sizes_of
 from .compiled import fits_node, has_node
@@ -32,7 +31,6 @@ from .scalars import (
     check_bounds,
     check_causal,
     check_flag,
-    check_window,
     is_long,
     longest_of,
     step_bound,
@@ -217,40 +215,36 @@ def attention(
         if torch.compiler.is_dynamo_compiling() and fits_node((q, k, v), window):
             has_none = page_table is split_size is k_descale is v_descale is out is None
             if has_none and (cu_seqlens_q is None or cu_seqlens_k is not None):  # of a cache
-                named: Any = dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, bias=bias)
-                named |= dict(seqused_k=seqused_k, seqused_q=seqused_q, alibi_slopes=alibi_slopes)
-                named |= dict(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, scale=scale)
-                named |= dict(softcap=softcap, sinks=sinks, causal=causal, window=window)
-                named |= dict(deterministic=deterministic, layout=layout, return_lse=return_lse)
-                return paths.traced("attention", (q, k, v), backend=backend, **named)
+                return paths.traced("attention", **locals())
         plain = "attention", causal, scale, softcap, split_size, deterministic, layout, return_lse
         plain = *plain, backend, invariance.is_on
         if max_seqlen_q is not None or max_seqlen_k is not None:
             # Of a cache it says which kernels launch; of packed keys, which tile they take
             bound = as_bound if cu_seqlens_k is not None else step_bound
             plain = "attention with bounds", *plain, bound(max_seqlen_q), as_bound(max_seqlen_k)
-        tensors: tuple[Any, ...] = q, k, v, page_table, seqused_k, cu_seqlens_q, alibi_slopes, sinks
+        tensors: Any = q, k, v, page_table, seqused_k, cu_seqlens_q, alibi_slopes, sinks
         # Those of a decode step first, in its order
         tensors = *tensors, k_descale, v_descale, out, seqused_q, cu_seqlens_k, bias
         entry, addresses = find(tensors, plain=plain, window=window, checks_values=True)
         if entry is not None and entry.call is not None:
             if type(entry.call) is Call:
-                optional = alibi_slopes, sinks, seqused_k, seqused_q, cu_seqlens_q, cu_seqlens_k
-                result = launch(entry.call, (q, k, v), optional=(*optional, bias), layout=layout)
+                extras = alibi_slopes, sinks, seqused_k, seqused_q, cu_seqlens_q, cu_seqlens_k, bias
+                result = launch(entry.call, (q, k, v), optional=extras, layout=layout)
             else:
-                result = launch_step(entry.call, tensors, addresses, return_lse, layout)
+                result = launch_step(entry.call, tensors, addresses, return_lse, layout=layout)
             if result is not None:
                 return result if return_lse else result[0]
+    if max_seqlen_q is not None or max_seqlen_k is not None:
+        check_bounds(max_seqlen_q, max_seqlen_k)
+    check_flag("deterministic", deterministic)
+    return_lse = check_flag("return_lse", return_lse)
     extras = Extras(alibi_slopes, sinks, seqused_k, seqused_q, cu_seqlens_q, cu_seqlens_k)
     numbers = Numbers(scale, softcap, dropout_p=dropout_p, causal=causal, window=window)
+    optional: Any = dict(seqused_q=seqused_q, cu_seqlens_k=cu_seqlens_k, bias=bias)
+    optional |= dict(mask_mod=mask_mod, block_mask=block_mask, score_mod=score_mod)
+    optional |= dict(page_table=page_table, split_size=split_size, out=out)
     if is_fp8 or isinstance(q, Quantized) or k is None or v is None:
-        if is_modified or dropout_p or not (bias is page_table is split_size is out is None):
-            refused: Any = dict(mask_mod=mask_mod, block_mask=block_mask, score_mod=score_mod)
-            refused |= dict(dropout_p=dropout_p or None, page_table=page_table)
-            refuse("fp8", bias=bias, **refused, split_size=split_size, out=out)
-        check_bounds(max_seqlen_q, max_seqlen_k)
-        check_flag("deterministic", deterministic)
-        return_lse = check_flag("return_lse", return_lse)
+        refuse("fp8", **optional, dropout_p=dropout_p or None)
         inputs = paths.eight_bit_inputs(q, k, v, q_descale, k_descale, v_descale)
         options: Any = dict(layout=layout, out_dtype=out_dtype, backward=backward, backend=backend)
         options |= dict(max_seqlen_q=max_seqlen_q, is_raw=not isinstance(q, Quantized))
@@ -259,12 +253,9 @@ def attention(
         return outputs if return_lse else outputs[0]
     check_causal(causal)
     check_dropout(dropout_p)
-    return_lse = check_flag("return_lse", return_lse)
-    is_cache = out is not None or is_cached(k, page_table, cu_seqlens_q, cu_seqlens_k)
+    is_cache = out is not None or is_cached(k, page_table, cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     if is_cache or not (split_size is k_descale is v_descale is None):
-        unserved = dict(seqused_q=seqused_q, cu_seqlens_k=cu_seqlens_k, bias=bias)
-        unserved |= dict(block_mask=block_mask, score_mod=score_mod, dropout_p=dropout_p or None)
-        refuse("cached", **unserved)
+        refuse("cached", **optional, dropout_p=dropout_p or None)
         check_backend(backend)
         cached = Cached(q, k, v, page_table, extras=extras, backend=backend, entry=entry)
         cached = cached._replace(k_descale=k_descale, v_descale=v_descale)
@@ -272,41 +263,67 @@ def attention(
         cached = check_cached(
             cached, numbers, split_size=split_size, mask_mod=mask_mod, layout=layout
         )
-        if not is_cache and ops.needs_grad((cached.q, cached.k, cached.v, sinks)):
-            refuse_gradients("slopes", [("alibi_slopes", alibi_slopes)])
-            out, lse = cache_ops.train(cached, check_flag("deterministic", deterministic))
-            out = out.transpose(1, 2) if layout == "bhsd" else out
+        if is_cache or not ops.needs_grad((cached.q, cached.k, cached.v, sinks)):
+            outputs = attend_cached(cached, out, layout=layout)
         else:
-            out, lse = attend_cached(cached, out, layout=layout)
-        return (out, lse) if return_lse else out
-    is_packed = cu_seqlens_q is not None or cu_seqlens_k is not None
-    check_bounds(max_seqlen_q, max_seqlen_k)
-    q, k, v = in_order(q, k, v, layout, is_packed)
-    if dropout_p and dropout_rng is None:
-        dropout_rng = draw_rng(q.device)
-    has_band = causal is not False or check_window(window, "window") != (OPEN, OPEN)
-    sizes = sizes_of(q, k, cu_seqlens_q)
-    block_mask = paths.check_block_mask(block_mask, sizes, is_packed, has_band)
-    positions = seqused_k, seqused_q, cu_seqlens_q, cu_seqlens_k, alibi_slopes, bias
-    positions = *positions, mask_mod, score_mod, dropout_p or None
-    documents, batch = None, q.shape[0]
-    if block_mask is not None and all(x is None for x in positions):
+            outputs = train_cached(cached, deterministic, layout=layout)
+        return outputs if return_lse else outputs[0]
+    outputs = _attend_dense(
+        (q, k, v),
+        extras._replace(bias=bias, dropout_rng=dropout_rng if dropout_p else None),
+        numbers=numbers,
+        mask_mod=mask_mod,
+        score_mod=score_mod,
+        block_mask=block_mask,
+        max_seqlen_q=max_seqlen_q,
+        deterministic=deterministic,
+        layout=layout,
+        backend=backend,
+        entry=entry,
+    )
+    return outputs if return_lse else outputs[0]
+
+
+def _attend_dense(
+    inputs: tuple[Any, Any, Any],
+    extras: Extras,
+    *,
+    numbers: Numbers,
+    mask_mod: Callable[..., Any] | None,
+    score_mod: Callable[..., Any] | None,
+    block_mask: BlockMask | None,
+    max_seqlen_q: int | None,
+    deterministic: bool,
+    layout: str,
+    backend: str | None,
+    entry: Entry | None,
+) -> tuple[Tensor, Tensor]:
+    """`out` and `lse` of sequences that are rows of a batch, or packed, whose signature is new."""
+    is_packed = extras.cu_seqlens_q is not None or extras.cu_seqlens_k is not None
+    q, k, v = inputs
+    q, k, v = in_order(q, k, v=v, layout=layout, is_packed=is_packed)
+    if numbers.dropout_p and extras.dropout_rng is None:
+        extras = extras._replace(dropout_rng=draw_rng(q.device))
+    sizes = sizes_of(q, k, extras.cu_seqlens_q)
+    block_mask = paths.check_block_mask(
+        block_mask, sizes, is_packed, has_band=numbers.sides() != (OPEN, OPEN)
+    )
+    documents = None  # packed, instead of a mask
+    features = mask_mod, score_mod, *extras._replace(sinks=None).optional
+    if block_mask is not None and all(x is None for x in features):
         documents = block_mask.documents_in(q, k, v)
     if documents is not None:
         block_mask, numbers = None, numbers._replace(window=None, causal=documents.causal)
         if documents.are_many:
-            if batch > 1:
-                q, k, v = (x.flatten(0, 1)[None] for x in (q, k, v))
+            q, k, v = (x.flatten(0, 1)[None] for x in (q, k, v))
             starts, max_seqlen_q = documents.cu_seqlens, documents.longest
             extras = extras._replace(cu_seqlens_q=starts, cu_seqlens_k=starts)
     modifiers = paths.modifiers_of(mask_mod, score_mod, block_mask, sizes)
-    rng = dropout_rng if dropout_p else None
-    extras = extras._replace(bias=bias, dropout_rng=rng, captured=modifiers.captured)
     out, lse = call(
         q,
         k,
         v=v,
-        extras=extras,
+        extras=extras._replace(captured=modifiers.captured),
         numbers=numbers,
         deterministic=deterministic,
         backend=backend,
@@ -316,10 +333,8 @@ def attention(
         entry=entry,
     )
     if is_packed:
-        out, lse = out.squeeze(0), lse.squeeze(0)
-    elif documents is not None and documents.are_many and batch > 1:
-        out = out.reshape((batch, -1, *out.shape[2:]))
-        lse = lse.reshape(lse.shape[1], batch, -1).transpose(0, 1)
-    if layout == "bhsd" and not is_packed:
-        out = out.transpose(1, 2)
-    return (out, lse) if return_lse else out
+        return out.squeeze(0), lse.squeeze(0)
+    if documents is not None and documents.are_many:
+        out = out.reshape((sizes[0], -1, *out.shape[2:]))
+        lse = lse.reshape(lse.shape[1], sizes[0], -1).transpose(0, 1)
+    return out.transpose(1, 2) if layout == "bhsd" else out, lse

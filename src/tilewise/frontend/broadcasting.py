@@ -45,7 +45,7 @@ def batched(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, words: 
     for name, x in zip(words[:3], tensors):
         check_tensor(name, x)
     shapes = [tuple(x.shape) for x in tensors]
-    _check_shapes(shapes, enable_gqa, words)
+    _check_shapes(shapes, enable_gqa, words=words)
     before = [shape[:-2] for shape in shapes]
     if enable_gqa:  # key heads count as those that they serve
         before[1:] = [(*dims[:-1], before[0][-1]) for dims in before[1:]]
@@ -62,7 +62,7 @@ def batched(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, words: 
     if heads[0] == 0:  # heads of nothing are a batch of nothing
         x = [part.flatten(0, 1).unsqueeze(1) for part in x]
     scores = *of_scores, shapes[0][-2], shapes[1][-2]
-    return Batched(x[0], x[1], x[2], scores, (*of_out, shapes[0][-2], shapes[2][-1]))
+    return Batched(x[0], x[1], x[2], scores=scores, out=(*of_out, shapes[0][-2], shapes[2][-1]))
 
 
 def over_scores(mask: Tensor, out: Shape, name: str) -> Tensor:

@@ -137,6 +137,13 @@ def attend_cached(cached: Cached, out: Tensor | None, layout: str) -> tuple[Tens
     return out, cache_ops.attention(cached, check_out(out, cached, layout=layout))[1]
 
 
+def train_cached(cached: Cached, deterministic: bool, layout: str) -> tuple[Tensor, Tensor]:
+    """A checked call without a cache whose keys are summed in pieces, with gradients."""
+    refuse_gradients("slopes", [("alibi_slopes", cached.extras.alibi_slopes)])
+    out, lse = cache_ops.train(cached, deterministic)
+    return out.transpose(1, 2) if layout == "bhsd" else out, lse
+
+
 def check_out(out: Tensor, cached: Cached, layout: str) -> Tensor:
     """`out` in the order of q."""
     check_tensor("out", out)

@@ -67,7 +67,7 @@ def check(
         check_bias(q, k, bias=extras.bias, is_packed=extras.cu_seqlens_q is not None, words=words)
     if deterministic and mods.score:
         check_order(captured_by_score(mods, extras.captured))
-    scalars = check_numbers(numbers, q, words)
+    scalars = check_numbers(numbers, q, words=words)
     problem = describe(
         q,
         k,
@@ -202,5 +202,5 @@ def call(
         if words.order and words is not HEADS_FIRST and not checked.problem.is_packed:
             warn_of_order(q, k, v=v, words=words)
         if q.device.type != "cpu":
-            check_scores(q, k, checked.scalars, words)
+            check_scores(q, k, scalars=checked.scalars, words=words)
     return ops.attention(checked, q, k, v, extras, needs_dispatcher)

@@ -7,6 +7,7 @@ alone; AOTAutograd traces through it, to the operator.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -23,15 +24,18 @@ nodes: dict[str, Callable[..., Any]] = {}  # by their functions; `in_graph` tell
 
 def has_node(function: Function) -> Function:
     """Decorates a function that calls `traced`, and gives its module the node."""
-    name = f"{function.__name__}_node"
+    name, kinds = f"{function.__name__}_node", inspect.signature(function).parameters.values()
+    parameters = [x.name for x in kinds if x.kind is not inspect.Parameter.VAR_KEYWORD]
 
-    def node(q: Any, k: Any, v: Any, /, **options: Any) -> Any:
+    def node(**arguments: Any) -> Any:
+        arguments = {x: arguments[x] for x in parameters if x in arguments}
+        q = arguments[parameters[0]]
         if type(q) in PLAIN_TENSORS:  # not traced: Dynamo left the call, and would come back
             eager: Any = torch.compiler.disable(function)
-            return eager(q, k, v, **options)
+            return eager(**arguments)
         mark_cacheable(f"{function.__module__}.{name}")
         try:
-            return function(q, k, v, **options)
+            return function(**arguments)
         except ArgumentError as error:
             # Dynamo leaves this call to eager mode, which raises the ArgumentError itself
             raise NotImplementedError(str(error)) from error

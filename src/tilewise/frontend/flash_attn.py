@@ -129,16 +129,12 @@ def flash_attn_func(
             )
         extras = Extras(alibi_slopes, learnable_sink)
         numbers = Numbers(softmax_scale, softcap, dropout_p, _flag(causal), window=window_size)
-        out, lse = _by_attention(inputs, extras, numbers, deterministic=deterministic)
+        out, lse = _by_attention(inputs, extras, numbers=numbers, deterministic=deterministic)
         return _returned(out, lse, return_attn_probs=return_attn_probs, return_lse=return_lse)
     entry, optional = None, (alibi_slopes, learnable_sink)
     if not has_more and is_plain(dropout_p, attention_chunk):
         if torch.compiler.is_dynamo_compiling() and fits_node(inputs, window_size):
-            named: Any = dict(alibi_slopes=alibi_slopes, softmax_scale=softmax_scale, causal=causal)
-            named |= dict(window_size=window_size, softcap=softcap, learnable_sink=learnable_sink)
-            named |= dict(deterministic=deterministic, return_attn_probs=return_attn_probs)
-            named |= dict(return_lse=return_lse, num_splits=num_splits, pack_gqa=pack_gqa)
-            return paths.traced("flash_attn_func", inputs, **named)
+            return paths.traced("flash_attn_func", **locals())
         plain = "flash_attn", softmax_scale, *flags
         entry, _ = find((*inputs, *optional), plain=plain, window=window_size)
         if entry is not None and entry.call is not None:
@@ -242,14 +238,7 @@ def flash_attn_varlen_func(
     has_more = not (block_table is q_descale is k_descale is v_descale is out_dtype is None)
     if not has_more and is_plain(dropout_p, attention_chunk):
         if torch.compiler.is_dynamo_compiling() and fits_node(inputs, window_size):
-            named: Any = dict(alibi_slopes=alibi_slopes, softmax_scale=softmax_scale, causal=causal)
-            named |= dict(window_size=window_size, softcap=softcap, learnable_sink=learnable_sink)
-            named |= dict(deterministic=deterministic, return_attn_probs=return_attn_probs)
-            named |= dict(return_lse=return_lse, num_splits=num_splits, pack_gqa=pack_gqa)
-            named |= dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-            named |= dict(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
-            named |= dict(seqused_q=seqused_q, seqused_k=seqused_k)
-            return paths.traced("flash_attn_varlen_func", inputs, **named)
+            return paths.traced("flash_attn_varlen_func", **locals())
         plain = "flash_attn_varlen", softmax_scale, *bounds, *flags
         entry, _ = find((*inputs, *optional), plain=plain, window=window_size, checks_values=True)
         if entry is not None and entry.call is not None:

@@ -54,25 +54,10 @@ def flash_attn_qkvpacked_func(
     """
     if unknown:
         raise unexpected("tilewise.flash_attn_qkvpacked_func", unknown)
-    q, k, v = _unpack("qkv", qkv, parts=3)
-    return flash_attn_func(
-        q,
-        k,
-        v=v,
-        dropout_p=dropout_p,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window_size,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        deterministic=deterministic,
-        return_attn_probs=return_attn_probs,
-        return_lse=return_lse,
-        learnable_sink=learnable_sink,
-        attention_chunk=attention_chunk,
-        num_splits=num_splits,
-        pack_gqa=pack_gqa,
-    )
+    del unknown  # what is left are the arguments
+    options = locals()
+    q, k, v = _unpack("qkv", options.pop("qkv"), parts=3)
+    return flash_attn_func(q, k, v=v, **options)
 
 
 @refuses_others("tilewise.flash_attn_kvpacked_func")
@@ -118,25 +103,10 @@ def flash_attn_kvpacked_func(
     """
     if unknown:
         raise unexpected("tilewise.flash_attn_kvpacked_func", unknown)
-    k, v = _unpack("kv", kv, parts=2)
-    return flash_attn_func(
-        q,
-        k,
-        v=v,
-        dropout_p=dropout_p,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window_size,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        deterministic=deterministic,
-        return_attn_probs=return_attn_probs,
-        return_lse=return_lse,
-        learnable_sink=learnable_sink,
-        attention_chunk=attention_chunk,
-        num_splits=num_splits,
-        pack_gqa=pack_gqa,
-    )
+    del unknown  # what is left are the arguments
+    options = locals()
+    k, v = _unpack("kv", options.pop("kv"), parts=2)
+    return flash_attn_func(options.pop("q"), k, v=v, **options)
 
 
 def flash_attn_varlen_qkvpacked_func(

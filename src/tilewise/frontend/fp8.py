@@ -16,14 +16,7 @@ from ..ops.attention import needs_dispatcher
 from ..ops.calls import find
 from ..problem import Call, Extras, Scalars
 from ..tile.quantize import is_one_byte
-from .checks import (
-    check_descale,
-    check_device,
-    check_extras,
-    check_tensor,
-    check_tensors,
-    in_order,
-)
+from .checks import check_descale, check_device, check_extras, check_tensor, check_tensors, in_order
 from .paths import DESCALES
 from .scalars import (
     PACKED,

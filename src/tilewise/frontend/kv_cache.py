@@ -11,24 +11,19 @@ import torch
 
 from ..errors import ArgumentError
 from ..kernels.common.appended import AppendedCall
-from ..kernels.common.cached import NO_CACHE, OUT
+from ..kernels.common.cached import Cached
 from ..keywords import refuses_others, unexpected
 from ..mods.masks import Predicate, chunked
 from ..ops import append as append_ops
 from ..ops.calls import Entry, find
+from ..problem import Extras
 from ..tile.paging import batch_of
 from . import invariance, paths, values
 from .cached import attend_cached, check_cached, launch_step
 from .checks import check_kind, check_tensor, with_contiguous_rows
 from .chunks import check_chunk, within_chunk
 from .compiled import fits_node, has_node
-from .new_keys import (
-    append_apart,
-    append_new,
-    as_pages,
-    check_rotation,
-    without_padding,
-)
+from .new_keys import append_apart, append_new, as_pages, check_rotation, without_padding
 from .scalars import Numbers, Window, as_int, band, check_flag, longest_of
 
 Tensor = torch.Tensor
@@ -74,8 +69,7 @@ def flash_attn_with_kvcache(
     out: Tensor | None = None,
     **unknown: Never,
 ):
-    """flash-attn 2's `flash_attn_with_kvcache`, argument for argument; flash-attn 3's newer ones
-    are keyword-only.
+    """flash-attn 2's `flash_attn_with_kvcache`; flash-attn 3's newer arguments are keyword-only.
 
     Example:
         >>> import torch, tilewise
@@ -125,6 +119,7 @@ def flash_attn_with_kvcache(
     """
     if unknown:
         raise unexpected("tilewise.flash_attn_with_kvcache", unknown)
+    del scheduler_metadata, pack_gqa, sm_margin, num_splits  # hints
     entry = addresses = None
     longest = 0 if max_seqlen_q is None else longest_of(max_seqlen_q)
     place = block_table if page_table is None else page_table
@@ -138,16 +133,7 @@ def flash_attn_with_kvcache(
     if torch.compiler.is_dynamo_compiling() and has_one_table and not invariance.is_on:
         caches = q, k_cache, v_cache
         if fits_node(caches, window_size) and qv is q_descale is k_descale is v_descale is out:
-            named: Any = dict(k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin)
-            named |= dict(cache_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx)
-            named |= dict(cache_leftpad=cache_leftpad, block_table=place, causal=causal)
-            named |= dict(softmax_scale=softmax_scale, window_size=window_size, softcap=softcap)
-            named |= dict(rotary_interleaved=rotary_interleaved, alibi_slopes=alibi_slopes)
-            named |= dict(return_softmax_lse=return_softmax_lse, cu_seqlens_q=cu_seqlens_q)
-            named |= dict(cu_seqlens_k_new=cu_seqlens_k_new, rotary_seqlens=rotary_seqlens)
-            named |= dict(max_seqlen_q=max_seqlen_q, learnable_sink=learnable_sink)
-            named |= dict(attention_chunk=attention_chunk)
-            return paths.traced("flash_attn_with_kvcache", caches, **named)
+            return paths.traced("flash_attn_with_kvcache", **locals())
     if has_one_table and isinstance(cache_seqlens, Tensor) and cache_seqlens.ndim == 1:
         tensors = q, k_cache, v_cache, place, cache_seqlens, cu_seqlens_q
         tensors = *tensors, alibi_slopes, learnable_sink, *descales, out
@@ -163,24 +149,24 @@ def flash_attn_with_kvcache(
                 tensors, plain=plain, window=window_size, checks_values=not has_new
             )
         if entry is not None and entry.call is not None:
-            options: Any = dict(has_lse=return_softmax_lse, names=names)
-            results = launch_step(entry.call, tensors, addresses, **options)
+            results = launch_step(
+                entry.call, tensors, addresses=addresses, has_lse=return_softmax_lse, names=names
+            )
             if results is not None:
                 return results if return_softmax_lse else results[0]
-    _check_kinds((qv, q_descale), (q, k_cache, v_cache), descales)
-    rows = with_contiguous_rows((("q", q), ("k", k), ("v", v)))
-    if not (rows[0] is q and rows[1] is k and rows[2] is v):
+    _check_kinds((qv, q_descale), (q, k_cache, v_cache), descales=descales)
+    inputs = q, k, v
+    q, k, v = with_contiguous_rows((("q", q), ("k", k), ("v", v)))
+    if not (q is inputs[0] and k is inputs[1] and v is inputs[2]):
         entry = None  # what is launched is another
-    q, k, v = rows
-    table = place
     if not has_one_table:
         raise ArgumentError("page_table and block_table are two names of one table: pass one")
-    if table is not None and is_moved:
+    if place is not None and is_moved:
         raise NotImplementedError(
             "cache_batch_idx and cache_leftpad with a page table, which says where each sequence "
             "lies: leave them out"
         )
-    batch = batch_of(q, cu_seqlens_q)
+    table, batch = place, batch_of(q, cu_seqlens_q)
     before = _lengths(cache_seqlens, batch, k_cache, table)
     causal = check_flag("causal", causal)
     if rotary_cos is not None:
@@ -210,36 +196,43 @@ def flash_attn_with_kvcache(
     )
     inner = keep = None
     if k is not None and v is not None:
-        tensors = q, k_cache, v_cache, table, before, cu_seqlens_q, alibi_slopes, learnable_sink
-        tensors = *tensors, *descales, out, k, v, rotary_cos, rotary_sin, cu_seqlens_k_new
-        tensors = *tensors, rotary_seqlens, None if cache_batch_idx is None else place
-        is_at_first = not causal and band(window_size, causal, name="window_size") == (-1, -1)
-        call = AppendedCall._make((*tensors, cache_leftpad, rotary_interleaved, is_at_first))
+        rows = None if cache_batch_idx is None else place
+        new_keys: Any = dict(k=k, v=v, cu_seqlens_k=cu_seqlens_k_new, q=q, out=out)
+        new_keys |= dict(before=before, table=table, rows=rows, leftpad=cache_leftpad)
+        new_keys |= dict(cos=rotary_cos, sin=rotary_sin, is_interleaved=rotary_interleaved)
+        new_keys |= dict(cu_seqlens_q=cu_seqlens_q, alibi_slopes=alibi_slopes, sinks=learnable_sink)
+        new_keys |= dict(k_cache=k_cache, v_cache=v_cache, k_descale=k_descale, v_descale=v_descale)
+        is_at_first = not causal and band(window_size, False, name="window_size") == (-1, -1)
+        call = AppendedCall(**new_keys, rotary_seqlens=rotary_seqlens, is_at_first=is_at_first)
         if has_kernels:
             call, keep = append_new(call, used, is_kept=entry is not None and not chunk)
         else:
             call = append_apart(call, used)
-        q, used, place = call.q, call.before, call.page_table
+        q, used, place = call.q, call.before, call.table
         inner = None if keep is None else Entry()
     elif cache_leftpad is not None:
         used, place = without_padding(k_cache, used, rows=cache_batch_idx, leftpad=cache_leftpad)
-    if cache_leftpad is not None:
-        stored = k_cache, v_cache, *descales
-        k_cache, v_cache, *descales = map(as_pages, stored)
-        if any(
-            x is not None and x.data_ptr() != y.data_ptr()
-            for x, y in zip(stored, (k_cache, v_cache, *descales))
-        ):
-            inner = None  # of copies
-    tensors = q, k_cache, v_cache, place, used, cu_seqlens_q, alibi_slopes, learnable_sink
-    outer = None if has_new or chunk else entry
-    result, lse = _attend(
-        (*tensors, *descales, out),
-        numbers,
-        mask_mod=chunked(chunk) if chunk else None,
-        entry=inner or outer,
+    cached = Cached(
+        q,
+        k_cache,
+        v_cache,
+        page_table=place,
+        extras=Extras(alibi_slopes, learnable_sink, seqused_k=used, cu_seqlens_q=cu_seqlens_q),
+        entry=None if has_new or chunk else entry,
+        k_descale=k_descale,
+        v_descale=v_descale,
         longest=longest,
     )
+    if cache_leftpad is not None:
+        stored: Any = dict(k=k_cache, v=v_cache, k_descale=k_descale, v_descale=v_descale)
+        pages = {name: as_pages(x) for name, x in stored.items()}
+        cached = cached._replace(**pages)
+        pairs = zip(stored.values(), pages.values())
+        if any(x is not None and x.data_ptr() != y.data_ptr() for x, y in pairs):
+            inner = None  # of copies
+    if inner is not None:
+        cached = cached._replace(entry=inner)
+    result, lse = _attend(cached, out, numbers, mask_mod=chunked(chunk) if chunk else None)
     if entry is not None and keep is not None and inner is not None and inner.call is not None:
         entry.call = keep(inner.call)
     return (result, lse) if check_flag("return_softmax_lse", return_softmax_lse) else result
@@ -275,23 +268,18 @@ def _lengths(
 
 
 def _attend(
-    tensors: tuple[Tensor | None, ...],
-    numbers: Numbers,
-    *,
-    mask_mod: Predicate | None,
-    entry: Entry | None = None,
-    longest: int = 0,
+    cached: Cached, out: Tensor | None, numbers: Numbers, mask_mod: Predicate | None
 ) -> tuple[Tensor, Tensor]:
-    """Attention with a KV cache, of `Cached.tensors` and `out`: relaunched where its signature is
-    cached, else checked. `entry` is the cache entry of the caller's arguments, if it has one.
+    """Attention with a KV cache, relaunched where its signature is cached, else checked: the entry
+    of the caller's arguments, if there is one, or an entry of its own.
     """
-    addresses = None
-    if mask_mod is None and entry is None:
-        plain = "cache", *numbers[:-1], invariance.is_on, longest  # but the window
+    addresses, tensors = None, (*cached.tensors, out)
+    if mask_mod is None and cached.entry is None:
+        plain = "cache", *numbers[:-1], invariance.is_on, cached.longest  # but the window
         entry, addresses = find(tensors, plain=plain, window=numbers.window, checks_values=True)
-    if entry is not None and entry.call is not None:
-        results = launch_step(entry.call, tensors, addresses=addresses, has_lse=True)
+        cached = cached._replace(entry=entry)
+    if cached.entry is not None and cached.entry.call is not None:
+        results = launch_step(cached.entry.call, tensors, addresses=addresses, has_lse=True)
         if results is not None:
             return results
-    cached = NO_CACHE.of_tensors(tensors[:OUT])._replace(entry=entry, longest=longest)
-    return attend_cached(check_cached(cached, numbers, mask_mod=mask_mod), tensors[OUT], "bshd")
+    return attend_cached(check_cached(cached, numbers, mask_mod=mask_mod), out, layout="bshd")

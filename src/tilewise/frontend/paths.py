@@ -54,11 +54,14 @@ def eight_bit_inputs(q: Any, k: Any, v: Any, *descales: Any) -> Quantized:
 
 attend_fp8: Callable[..., tuple[Tensor, Tensor]]
 modifiers_of: Callable[[Any, Any, BlockMask | None, tuple[int, int, int, int]], FlatMods]
-check_block_mask: Callable[[Any, tuple[int, int, int, int], bool, bool], BlockMask | None]
+check_block_mask: Callable[..., BlockMask | None]
 
 
-def traced(name: str, inputs: tuple[Any, Any, Any], /, **options: Any) -> Any:
-    """Calls a node in what Dynamo traces, once it was told of nodes: torch 2.11 asks only once."""
+def traced(name: str, /, **arguments: Any) -> Any:
+    """Calls a node in what Dynamo traces, once it was told of nodes: torch 2.11 asks only once.
+    `arguments` are the locals of its function, parameters among them. Of these no comprehension may
+    capture one: Dynamo reads no cell that is still empty.
+    """
     from .in_graph import nodes
 
-    return nodes[name](inputs[0], inputs[1], inputs[2], **options)
+    return nodes[name](**arguments)

@@ -104,7 +104,7 @@ def differentiate(saved: Saved, arguments: FlashArguments) -> tuple[Tensor, Tens
     call = ops.known_call(call, (q, k, v, *extras.tensors))
     lse = saved.lse.contiguous()
     lse = lse.unsqueeze(0) if is_packed else lse
-    grads = ops.run_backward(call, Saved(dout, None, q, k, v, out, lse), extras=extras)
+    grads = ops.run_backward(call, Saved(dout, None, q, k=k, v=v, out=out, lse=lse), extras=extras)
     dq, dk, dv = grads[:INPUTS]
     if is_packed:
         return dq.squeeze(0), dk.squeeze(0), dv.squeeze(0)

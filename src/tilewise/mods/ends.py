@@ -119,7 +119,7 @@ class EndRows:
         first_key, stop_key, by_queries = self.queries.ends(self.shape[2])
         first_query, stop_query, by_keys = self.keys.ends(self.shape[3])
         is_said = bool(by_queries & by_keys)
-        return Ends(first_key, stop_key, first_query, stop_query) if is_said else None
+        return Ends(first_key, stop_key, first_query, stop_query=stop_query) if is_said else None
 
 
 def _mask_of(ends: Ends) -> Mask:

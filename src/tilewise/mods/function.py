@@ -94,7 +94,7 @@ class TracedFunction:
                 tracer = value.tracer
                 symbols = {name: tracer.lift(x) for name, x in leaves.items()}
                 return tracer.splice(self.expr, symbols, tensors=self.tensors)
-        return evaluate(self.expr, b, h, q_idx, kv_idx, tensors=self.tensors, score=score)
+        return evaluate(self.expr, b, h, q_idx, k_idx=kv_idx, tensors=self.tensors, score=score)
 
 
 def check_sizes(function: TracedFunction, shape: tuple[int, int, int, int]) -> None:

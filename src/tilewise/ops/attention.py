@@ -113,7 +113,7 @@ def _backward(ctx: Any, *grads_of_outputs: Any) -> tuple[Tensor | None, ...]:
         if not tensors:
             return None, grads.dq, grads.dk, grads.dv
     else:
-        grads = differentiated(call, saved, extras_of(tensors))
+        grads = differentiated(call, saved, extras=extras_of(tensors))
     needs = ctx.needs_input_grad[1 + INPUTS + OPTIONAL :]
     return None, *of_inputs(call, grads, saved=saved, extras=extras_of(tensors), needs=needs)
 
@@ -128,7 +128,7 @@ def differentiated(call: Call, saved: Saved, extras: Extras) -> Grads:
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         # create_graph or a functorch transform: the gradients are to be differentiated in turn.
         return Grads._make(apply(AttentionBackward, call, (*saved, *extras.tensors)))
-    return Grads._make(_backward_of(call, saved, extras))
+    return Grads._make(_backward_of(call, saved, extras=extras))
 
 
 def of_inputs(
@@ -136,7 +136,7 @@ def of_inputs(
 ) -> tuple[Tensor | None, ...]:
     """The gradients of q, k, v and the extras; `needs` says which captured tensors want one."""
     captured = late.captured_gradients(call, needs, saved, extras) if extras.captured else ()
-    return *grads[:INPUTS], *of_optional(call, grads, extras), *captured
+    return *grads[:INPUTS], *of_optional(call, grads, extras=extras), *captured
 
 
 def of_optional(call: Call, grads: Grads, extras: Extras) -> list[Tensor | None]:
@@ -246,7 +246,7 @@ class AttentionBackward(Once):
     @staticmethod
     def forward(call, *tensors):
         saved, extras = Saved._make(tensors[:SAVED_TENSORS]), extras_of(tensors[SAVED_TENSORS:])
-        return _backward_of(call, saved, extras)
+        return _backward_of(call, saved, extras=extras)
 
 
 def _backward_of(call: Call, saved: Saved, extras: Extras) -> tuple[Tensor, ...]:
@@ -259,7 +259,7 @@ def _backward_of(call: Call, saved: Saved, extras: Extras) -> tuple[Tensor, ...]
 
 def gradients(call: Call, saved: Saved, extras: Extras) -> tuple[Tensor, ...]:
     """Gradients of q, k and v, from what the caller has kept."""
-    return _backward_of(call, saved, extras)[:INPUTS]
+    return _backward_of(call, saved, extras=extras)[:INPUTS]
 
 
 def filled(grads: Grads, q: Tensor) -> tuple[Tensor, ...]:
@@ -271,7 +271,7 @@ def known_call(call: Call, tensors: tuple[Tensor | None, ...]) -> Call:
     """The cached call of this signature."""
     if needs_dispatcher(tensors):
         return call
-    return known(tensors, (call.problem, call.scalars, call.backend), lambda: call)
+    return known(tensors, (call.problem, call.scalars, call.backend), make=lambda: call)
 
 
 def known(tensors: tuple[Tensor | None, ...], key: Hashable, make: Callable[[], Any]) -> Any:

@@ -53,7 +53,7 @@ def gradients(
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             computed = apply(_CapturedGrads, call, (wanted, *saved, *extras.tensors))
         else:
-            computed = _computed(call, wanted, saved, extras)
+            computed = _computed(call, wanted, saved=saved, extras=extras)
         for i, grad in zip(wanted, computed):
             grads[first + i] = grad
     return tuple(grads)
@@ -65,7 +65,7 @@ class _CapturedGrads(Once):
     @staticmethod
     def forward(call, wanted, *tensors):
         saved, extras = Saved._make(tensors[:SAVED_TENSORS]), extras_of(tensors[SAVED_TENSORS:])
-        return _computed(call, wanted, saved, extras)
+        return _computed(call, wanted, saved=saved, extras=extras)
 
 
 map_in_a_loop(_CapturedGrads)

@@ -98,7 +98,7 @@ def _cached(args: tuple) -> Cached:
         sequences = q.shape[0] if starts is None else starts.shape[0] - 1
         counted = extras._replace(cu_seqlens_q=torch.empty(sequences + 1, device="meta"))
         rank4 = q if q.dim() == 4 else q.unsqueeze(0)
-        check_captured(Mods(name), rank4, values["k"], counted)
+        check_captured(Mods(name), rank4, k=values["k"], extras=counted)
     return record_of(Cached, values | dict(extras=extras, scalars=scalars, mask=name))
 
 

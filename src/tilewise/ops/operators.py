@@ -48,7 +48,7 @@ def problem_from(inputs: Sequence[Tensor], extras: Extras, options: Options) -> 
     q, k, v = inputs
     check_devices(("q", "k", "v", *Extras._fields[:OPTIONAL]), (*inputs, *extras.tensors))
     mods = options.mods
-    check_captured(mods, q, k, extras)
+    check_captured(mods, q, k=k, extras=extras)
     flags: Any = {x: getattr(options, x) for x in FLAGS}
     return describe(q, k, v, extras=extras, scalars=options.scalars, mods=mods, **flags)
 
@@ -100,7 +100,7 @@ def _backward_fake(args: tuple):
     tensors, extras, options = parts_of(args, SAVED_TENSORS)
     check_devices(Saved._fields, tensors)
     inputs = q, k, v = tensors[2 : 2 + INPUTS]
-    return ops.filled(empty_grads(problem_from(inputs, extras, options), q, k, v, extras), q)
+    return ops.filled(empty_grads(problem_from(inputs, extras, options), q, k, v, extras=extras), q)
 
 
 # autograd and vmap
@@ -184,5 +184,5 @@ operator(
     backward=no_double_backward,
     vmap=_backward_vmap,
 )
-straight("flash_attn_forward", INPUTS, _forward_kernel, _op_backward, _setup_context)
+straight("flash_attn_forward", INPUTS, _forward_kernel, _op_backward, setup_context=_setup_context)
 straight("flash_attn_backward", SAVED_TENSORS, kernel=_backward_kernel, backward=no_double_backward)

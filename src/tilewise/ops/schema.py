@@ -44,7 +44,7 @@ class Options(NamedTuple):
             deserialize(x, SCORE_FUNCTION) for x in (self.score_mod, self.score_derivative)
         )
         rows, keys = self.mask_block
-        return Mods(deserialize(self.mask_mod, MASK), score, derivative, (rows, keys))
+        return Mods(deserialize(self.mask_mod, MASK), score, derivative, block=(rows, keys))
 
 
 CALL_NAMES = *Extras._fields, *Scalars._fields, *Options._fields[1:]

@@ -27,10 +27,10 @@ def forward(attend: Callable, counts_rows: bool, size: int, in_dims: tuple, tens
     captured = INPUTS + OPTIONAL
     named = list(zip(Extras._fields, tensors[INPUTS:captured], in_dims[INPUTS:captured]))
     is_captured = any(x is not None for x in tensors[captured:])
-    if counts_rows or is_captured or not all(_may_join(name, x, dim) for name, x, dim in named):
+    if counts_rows or is_captured or not all(_may_join(name, x, dim=dim) for name, x, dim in named):
         return one_by_one(attend, size, in_dims=in_dims, tensors=tensors)
     batch = tensors[0].shape[1 if in_dims[0] == 0 else 0]
-    inputs = [_fold(x, dim, size) for x, dim in zip(tensors[:INPUTS], in_dims)]
+    inputs = [_fold(x, dim, size=size) for x, dim in zip(tensors[:INPUTS], in_dims)]
     optional = [_fold_optional(name, x, dim=dim, size=size, batch=batch) for name, x, dim in named]
     out, lse = attend((*inputs, *optional, *tensors[captured:]))
     return (out.unflatten(0, (size, batch)), lse.unflatten(0, (size, batch))), (0, 0)
@@ -78,7 +78,7 @@ def _fold_optional(
         return None
     rank = x.dim() if dim is None else x.dim() - 1
     if "batch" in FEATURES[name].shape_of(rank):
-        return _fold(x, dim, size)
+        return _fold(x, dim, size=size)
     if dim is None:
         return x
     return x.movedim(dim, 0).unsqueeze(1).expand(-1, batch, -1).flatten(0, 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 
@@ -82,10 +82,6 @@ class Cached(NamedTuple):
         q = self.q if self.q.dim() == 4 else self.q.unsqueeze(0)
         how: dict[str, Any] = dict(align="bottom_right", deterministic=False, mods=Mods(self.mask))
         return describe(q, self.k, self.v, extras=self.extras, scalars=self.scalars, **how)
-
-
-NOTHING = cast(Any, None)
-NO_CACHE = Cached(q=NOTHING, k=NOTHING, v=NOTHING)  # for `of_tensors`
 
 
 def resolved(x: Tensor | None) -> Any:

@@ -26,14 +26,7 @@ from ..compat import tma_load
 from ..pipeline import advance, start, wait_empty
 from ..tile_messages import send
 from ..work import LANE_LAYOUT, fetch_next_tile
-from .entries import (
-    first_entries,
-    look_up_rows,
-    next_entries,
-    page_of,
-    pages_of,
-    rows_of,
-)
+from .entries import first_entries, look_up_rows, next_entries, page_of, pages_of, rows_of
 from .numbers import end_numbers, first_number, next_number, rates_of
 from .rows import clear_unused
 from .scales import copy_row_scales, k_rows, v_rows
