@@ -11,7 +11,7 @@ transformers = pytest.importorskip("transformers")
 import tilewise  # noqa: E402
 from tilewise import ArgumentError  # noqa: E402
 from tilewise.integrations import transformers as integration  # noqa: E402
-from tilewise.integrations.transformers.visible import Visible  # noqa: E402
+from tilewise.integrations.transformers.visible import Band, Lengths, Visible  # noqa: E402
 
 SIZES = dict(
     vocab_size=64,
@@ -195,7 +195,7 @@ def test_windows_of_a_layer_and_its_mask():
     """On both sides a window counts the keys of one side; else it counts the query's own, too."""
     x, module = torch.randn(1, 2, 9, 8), torch.nn.Module()
     for band in ((4, 4), (3, 0)):
-        mask = Visible(band, 0, (9, 9))
+        mask = Visible(Band._make(band), 0, Lengths(9, 9))
         got, _ = integration.attention_forward(module, x, x, x, mask, sliding_window=4)
         assert torch.equal(got, tilewise.attention(*[x.transpose(1, 2)] * 3, window=band))
         with pytest.raises(NotImplementedError, match="whose mask has a window of"):

@@ -24,7 +24,7 @@ from integrations.test_transformers_packed import (  # noqa: E402
 )
 
 from tilewise import ArgumentError  # noqa: E402
-from tilewise.integrations.transformers.chunks import chunk_starts, kept_keys  # noqa: E402
+from tilewise.integrations.transformers.chunks import Span, chunk_starts, kept_keys  # noqa: E402
 
 
 def llama4(chunk=4):
@@ -110,14 +110,15 @@ def test_chunks_and_lengths_that_disagree():
 
 def test_padding_on_the_right_is_no_part_of_a_chunk():
     length, stops = 10, [10, 5, 0]
-    _, starts = chunk_starts(4, torch.tensor([0, 2, 0]), (0, length), (0, length))
+    row = Span(0, length)
+    starts = chunk_starts(4, torch.tensor([0, 2, 0]), queries=row, keys=row).keys
     kept = kept_keys(starts, torch.tensor(stops), length).tolist()
     for start, end, count in zip(starts, starts[1:], kept, strict=False):
         keys = range(int(start), int(end))
         assert count == sum(key % length < stops[key // length] for key in keys)
 
 
-@pytest.mark.parametrize("queries,keys", [((0, 9), (0, 9)), ((6, 3), (2, 10))])
+@pytest.mark.parametrize("queries,keys", [(Span(0, 9), Span(0, 9)), (Span(6, 3), Span(2, 10))])
 def test_where_chunks_begin(queries, keys):
     """Against the predicate, written out: every query sees what its segment holds before it."""
     padding, chunk = torch.tensor([0, 2, 5]), 4

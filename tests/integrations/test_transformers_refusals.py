@@ -21,7 +21,7 @@ from integrations.test_transformers import (  # noqa: E402
 
 from tilewise.integrations import transformers as integration  # noqa: E402
 from tilewise.integrations.transformers.opaque import MaskError  # noqa: E402
-from tilewise.integrations.transformers.visible import Visible  # noqa: E402
+from tilewise.integrations.transformers.visible import Band, Lengths, Visible  # noqa: E402
 
 WAY_OUT = "attn_implementation='sdpa' or 'eager'"
 HEADS = {k: v for k, v in SIZES.items() if k != "num_key_value_heads"} | TOKENS
@@ -159,7 +159,7 @@ USES = {
 
 @pytest.mark.parametrize("use", USES)
 def test_a_mask_is_no_tensor(use):
-    mask = Visible((None, 0), 0, (2, 2))
+    mask = Visible(Band(right=0), 0, Lengths(2, 2))
     with pytest.raises(NotImplementedError) as refused:
         USES[use](mask)
     assert isinstance(refused.value, MaskError) and WAY_OUT in str(refused.value)
@@ -167,7 +167,7 @@ def test_a_mask_is_no_tensor(use):
 
 def test_what_carries_a_mask_may_handle_it():
     """Copies, trees, hooks that ask whether it can be moved."""
-    mask = Visible((None, 0), 0, (2, 2))
+    mask = Visible(Band(right=0), 0, Lengths(2, 2))
     assert not hasattr(mask, "to") and getattr(mask, "shape", None) is None
     assert mask.ndim == 4 and mask.contiguous() is mask
     assert copy.copy(mask).lengths == copy.deepcopy(mask).lengths == (2, 2)

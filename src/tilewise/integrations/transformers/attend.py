@@ -13,7 +13,7 @@ from ...frontend.scalars import Numbers
 from ...mods.flatten import modifiers_by
 from ...problem import Extras
 from ...tile.dropout_numbers import check_dropout, draw_rng
-from .visible import Band, Visible
+from .visible import Band, Run, Starts, Visible
 
 Tensor = torch.Tensor
 
@@ -70,14 +70,15 @@ def attend(
     cu_seqlens_k: Tensor | None = None,
 ) -> Tensor:
     """One call; `mask` is bools that broadcast over (batch, nheads, queries, keys)."""
-    causal = align if band[1] == 0 else False
+    causal = align if band.is_causal else False
+    window = band.left, band.right  # a plain tuple, as cached signatures have it
     if mask is None or 0 in (*q.shape[:2], k.shape[1]):
         out = attention(
             q,
             k,
             v,
             causal=causal,
-            window=band,
+            window=window,
             seqused_k=seqused_k,
             cu_seqlens_q=cu_seqlens_q,
             cu_seqlens_k=cu_seqlens_k,
@@ -93,7 +94,7 @@ def attend(
         k,
         v=v,
         extras=extras._replace(captured=modifiers.captured),
-        numbers=Numbers(scale, softcap, dropout_p, causal=causal, window=band),
+        numbers=Numbers(scale, softcap, dropout_p, causal=causal, window=window),
         deterministic=deterministic,
         mods=modifiers.mods,
     )
@@ -121,7 +122,7 @@ def attend_visible(
     rows = [slice(row, row + 1) for row in range(q.shape[0])]
     return torch.cat(
         [
-            _attend_run(q[r], k[r], v[r], visible, run, features.cut(r, ALL, ALL))
+            _attend_run(q[r], k[r], v[r], visible, run=run, features=features.cut(r, ALL, ALL))
             for r, run in zip(rows, visible.runs, strict=True)
         ]
     )
@@ -131,7 +132,7 @@ def attend_packed(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    starts: tuple[Tensor, Tensor],
+    starts: Starts,
     band: Band,
     features: LayerFeatures,
     kept: Tensor | None = None,
@@ -146,8 +147,8 @@ def attend_packed(
         features=features,
         align="bottom_right" if kept is None else "top_left",
         seqused_k=None if kept is None else kept.to(q.device),
-        cu_seqlens_q=starts[0].to(q.device),
-        cu_seqlens_k=starts[1].to(q.device),
+        cu_seqlens_q=starts.queries.to(q.device),
+        cu_seqlens_k=starts.keys.to(q.device),
     )
     return out.unflatten(0, q.shape[:2])
 
@@ -155,21 +156,21 @@ def attend_packed(
 def _attend_masked(q, k, v, visible: Visible, mask: Tensor, features: LayerFeatures) -> Tensor:
     """A mask in addition to the band; unwritten slots after the last query are cut off."""
     keys = ALL
-    if visible.band[1] == 0:
+    if visible.band.is_causal:
         keys = slice(0, visible.offset() + q.shape[1])
     features, mask = features.cut(ALL, ALL, keys), _cut(mask, ALL, queries=ALL, keys=keys)
     return attend(q, k[:, keys], v=v[:, keys], band=visible.band, features=features, mask=mask)
 
 
-def _attend_run(q, k, v, visible: Visible, run: tuple[int, int], features: LayerFeatures) -> Tensor:
-    """Keys start..stop alone. Queries that stand before the first of them give 0; so do those past
+def _attend_run(q, k, v, visible: Visible, run: Run, features: LayerFeatures) -> Tensor:
+    """The keys of a run alone. Queries that stand before the first of them give 0; so do those past
     the last, unless the band is causal.
     """
     start, stop = run
     seqlen, diagonal = q.shape[1], visible.offset()
-    if visible.band[1] == 0 and start < stop < diagonal + seqlen:
+    if visible.band.is_causal and start < stop < diagonal + seqlen:
         return _attend_late(q, k, v=v, visible=visible, run=run, features=features)
-    if visible.band != (None, None):  # so that the last query stands at the last key
+    if not visible.band.is_open:  # so that the last query stands at the last key
         seqlen = max(min(seqlen, stop - diagonal), 0)
     queries, keys = slice(0, seqlen), slice(start, stop)
     features = features.cut(ALL, queries, keys)
@@ -177,9 +178,7 @@ def _attend_run(q, k, v, visible: Visible, run: tuple[int, int], features: Layer
     return torch.nn.functional.pad(out, (0, 0, 0, 0, 0, q.shape[1] - seqlen))
 
 
-def _attend_late(
-    q, k, v, visible: Visible, run: tuple[int, int], features: LayerFeatures
-) -> Tensor:
+def _attend_late(q, k, v, visible: Visible, run: Run, features: LayerFeatures) -> Tensor:
     """Queries past the last key see what comes before them: the last one of a prompt that is padded
     on the right gives its next token.
     """

@@ -8,11 +8,20 @@ cache is served, too.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 
+from .visible import Starts
+
 Tensor = torch.Tensor
-Span = tuple[int | Tensor, int]  # the first position, and how many; a range would be a constant
-Keys = tuple[int, int]  # the same of keys, whose first one is never on the device
+
+
+class Span(NamedTuple):
+    """Positions one after another. To a compiler a range would be a constant."""
+
+    first: Any  # an int, or a tensor for queries over a static cache
+    length: int
 
 
 def chunk_of(config, local_size: int | None) -> int | None:
@@ -28,40 +37,38 @@ def left_padding(attention_mask: Tensor | None, batch: int, device) -> Tensor:
     return (attention_mask.cumsum(-1) == 0).sum(-1)
 
 
-def is_chunked(predicate, chunk: int, padding: Tensor, queries: Span, keys: Keys) -> Tensor:
+def is_chunked(predicate, chunk: int, padding: Tensor, queries: Span, keys: Span) -> Tensor:
     """Whether `predicate` is that of these chunks, by diagonals (or one query's keys)."""
-    (first, count), (first_key, key_count) = queries, keys
-    device = padding.device
-    q_idx = (torch.arange(count, device=device) + first)[:, None]
-    if count == 1:
-        k_idx = (torch.arange(key_count, device=device) + first_key)[None]
+    device, stop = padding.device, keys.first + keys.length
+    q_idx = (torch.arange(queries.length, device=device) + queries.first)[:, None]
+    if queries.length == 1:
+        k_idx = (torch.arange(keys.length, device=device) + keys.first)[None]
     else:
         near = {size + step for size in (0, chunk) for step in (-1, 0, 1)}
-        offsets = near | {1 << power for power in range(key_count.bit_length())}
+        offsets = near | {1 << power for power in range(keys.length.bit_length())}
         offsets |= {-offset for offset in offsets}
         k_idx = q_idx + torch.tensor(sorted(offsets), device=device)
-    exists = (k_idx >= first_key) & (k_idx < first_key + key_count)
-    k_idx = k_idx.clamp(first_key, first_key + key_count - 1)
+    exists = (k_idx >= keys.first) & (k_idx < stop)
+    k_idx = k_idx.clamp(keys.first, stop - 1)
     b = torch.arange(padding.shape[0], device=device).view(-1, 1, 1, 1)
     sees = predicate(b, torch.zeros_like(b[:1]), q_idx[None, None], k_idx[None, None])
     q_chunk, k_chunk = ((idx - padding.view(-1, 1, 1, 1)) // chunk for idx in (q_idx, k_idx))
     return ((sees == ((q_chunk == k_chunk) & (k_idx <= q_idx))) | ~exists).all()
 
 
-def chunk_starts(chunk: int, padding: Tensor, queries: Span, keys: Keys) -> tuple[Tensor, Tensor]:
-    """Where the chunks of all rows begin, by queries and by keys: int32, and the ends.
+def chunk_starts(chunk: int, padding: Tensor, queries: Span, keys: Span) -> Starts:
+    """Where the chunks of all rows begin.
 
     A row has the same number of them whatever its padding; some are empty. Its last holds keys
     without a query: slots of a static cache behind the last query.
     """
-    (first, count), (first_key, key_count) = queries, keys
-    number = (key_count - 1) // chunk + 2
-    begin = padding + (first_key - padding) // chunk * chunk  # of the first key's chunk
+    number = (keys.length - 1) // chunk + 2
+    begin = padding + (keys.first - padding) // chunk * chunk  # of the first key's chunk
     steps = torch.arange(1, number + 1, device=padding.device)
     edges = begin[:, None] + chunk * steps  # (batch, number), positions
-    edges = (edges - first).clamp(max=count)  # from the first query, to behind the last
-    k_edges = (edges + (first - first_key)).clamp(min=0)
-    return _flat(edges.clamp(min=0), count), _flat(k_edges, key_count)
+    edges = (edges - queries.first).clamp(max=queries.length)  # from the first to behind the last
+    k_edges = (edges + (queries.first - keys.first)).clamp(min=0)
+    return Starts(_flat(edges.clamp(min=0), queries.length), keys=_flat(k_edges, keys.length))
 
 
 def kept_keys(starts: Tensor, stops: Tensor, length: int) -> Tensor:

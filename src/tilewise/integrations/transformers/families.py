@@ -20,7 +20,7 @@ from transformers.models.gptj import modeling_gptj as gptj
 
 from .forward import attention_forward, refuse
 from .opaque import ANOTHER
-from .visible import Visible
+from .visible import Band, Lengths, Visible
 
 Tensor = torch.Tensor
 OTHERS = {  # modules, and what their tables are called before _ATTENTION_CLASSES
@@ -124,10 +124,9 @@ class GPTNeoSelfAttention(WithoutWeights, gpt_neo.GPTNeoSelfAttention):
 
     def _attn(self, query: Tensor, key: Tensor, value: Tensor, attention_mask=None):
         is_local = self.attention_type == "local"
-        lengths = query.shape[2], key.shape[2]
-        visible = Visible(
-            (self.config.window_size - 1 if is_local else None, 0), lengths[1] - lengths[0], lengths
-        )
+        lengths = Lengths(query.shape[2], key.shape[2])
+        band = Band(self.config.window_size - 1 if is_local else None, 0)
+        visible = Visible(band, lengths.keys - lengths.queries, lengths)
         bias = None
         if isinstance(attention_mask, Visible):
             visible = dataclasses.replace(attention_mask, band=visible.band)

@@ -13,7 +13,7 @@ from .packed import apart, starts_of
 from .positions import PACKING
 from .shards import BESIDE, PACKED, attend_shards
 from .stored import given, padded
-from .visible import Band, Visible
+from .visible import ALL_KEYS, Band, Lengths, Visible
 
 Tensor = torch.Tensor
 
@@ -73,7 +73,7 @@ def attention_forward(
         given_ids = kwargs.get("position_ids")
         return attend_shards(q, k, v, attention_mask, band, features, given_ids), None
     visible: Visible | None = None
-    band: Band = (None, None)
+    band = ALL_KEYS
     if isinstance(attention_mask, Tensor) and attention_mask.dim() != 2:
         visible = given(attention_mask, q, k=k)
         if visible is None:
@@ -94,7 +94,7 @@ def attention_forward(
         visible, starts = apart(starts, band, q=q, k=k), None
     if starts is not None:
         seqused_k = visible.seqused_k if visible is not None and starts is visible.starts else None
-        return attend_packed(q, k, v, starts, band, features, seqused_k), None
+        return attend_packed(q, k, v, starts, band=band, features=features, kept=seqused_k), None
     if visible is not None:
         return attend_visible(q, k, v=v, visible=visible, features=features), None
     return attend(q, k, v=v, band=band, features=features), None
@@ -125,16 +125,16 @@ def _band(module: torch.nn.Module, is_causal: bool | None, sliding_window: int |
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     left = None if sliding_window is None else sliding_window - 1
-    return left, 0 if is_causal else left
+    return Band(left, 0 if is_causal else left)
 
 
 def _agree(visible: Visible, q: Tensor, k: Tensor, sliding_window: int | None) -> None:
     """The mask decides; a layer with other keys, or a narrower window, than its mask is refused."""
-    lengths = (q.shape[1], k.shape[1])
-    if lengths != visible.lengths:
+    lengths, of_mask = Lengths(q.shape[1], k.shape[1]), visible.lengths
+    if lengths != of_mask:
         raise NotImplementedError(
-            f"a layer attends from {lengths[0]} queries to {lengths[1]} keys, and its mask is made "
-            f"for {visible.lengths[0]} and {visible.lengths[1]}: {ANOTHER}"
+            f"a layer attends from {lengths.queries} queries to {lengths.keys} keys, and its mask "
+            f"is made for {of_mask.queries} and {of_mask.keys}: {ANOTHER}"
         )
     left, right = visible.band
     if sliding_window is None or left in (None, sliding_window - 1):

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from .visible import Predicate
+from .visible import Lengths, Predicate
 
 Tensor = torch.Tensor
 
@@ -30,9 +30,9 @@ class MaskRequest(NamedTuple):
     cache_position: Tensor | None  # transformers before 5.4
 
     @property
-    def lengths(self) -> tuple[int, int]:
+    def lengths(self) -> Lengths:
         """How many queries and keys there are."""
-        return self.q_length, self.kv_length
+        return Lengths(self.q_length, self.kv_length)
 
     def is_whole(self) -> bool:
         """Whether the queries are the keys, from the first position on, without padding."""

@@ -12,14 +12,17 @@ from typing import Any
 import torch
 
 from ...errors import warn_slow
-from .chunks import chunk_of, chunk_starts, is_chunked, kept_keys, left_padding
+from .chunks import Span, chunk_of, chunk_starts, is_chunked, kept_keys, left_padding
 from .mask_request import MaskRequest
 from .stored import KEYS, PAIRS, beside, pairs
 from .visible import (
+    ALL_KEYS,
+    CAUSAL,
     HOLES,
     NO_KEYS,
     Band,
     Predicate,
+    Run,
     Visible,
     assert_later,
     band_of,
@@ -94,9 +97,9 @@ def _found(request: MaskRequest) -> Visible | Band | None:
     if request.use_vmap:  # it may take single numbers alone
         return None
     if request.predicate is causal_mask_function:
-        return None, 0
+        return CAUSAL
     if request.predicate is bidirectional_mask_function:
-        return None, None
+        return ALL_KEYS
     compiling = torch.compiler.is_compiling()
     chunk = request.chunk
     if chunk is not None and (compiling or not request.is_whole()):
@@ -104,7 +107,7 @@ def _found(request: MaskRequest) -> Visible | Band | None:
         if compiling and request.padding is not None and not is_one:
             return None
         if _fits_chunks(request, chunk):
-            return (None, 0) if is_one else _chunked(request, chunk)
+            return CAUSAL if is_one else _chunked(request, chunk)
     if compiling and (request.is_union() or request.is_on_device()):
         return None
     return _probed(request)
@@ -133,8 +136,8 @@ def _padded(request: MaskRequest, band: Band) -> Visible:
     """A band, and the padding."""
     if band == NO_KEYS:
         none = torch.zeros(request.batch, dtype=torch.int32, device=request.device)
-        return Visible((None, None), None, lengths=request.lengths, used=none)
-    is_step = request.is_step and band[1] == 0
+        return Visible(ALL_KEYS, None, lengths=request.lengths, used=none)
+    is_step = request.is_step and band.is_causal
     if is_step and request.padding is None:
         return Visible(band, None, lengths=request.lengths, used=request.used())
     if torch.compiler.is_compiling():
@@ -145,7 +148,7 @@ def _padded(request: MaskRequest, band: Band) -> Visible:
     q_start, k_start = int(request.q_offset), request.kv_offset
     end = k_start + request.kv_length
     # Slots of a static cache that are not written yet come after the last query.
-    stop = min(end, q_start + request.q_length) if band[1] == 0 else end
+    stop = min(end, q_start + request.q_length) if band.is_causal else end
     runs = runs_of(request.padding, k_start, stop=stop)
     if request.padding is not None and runs == HOLES:
         warn_slow(KEYS)
@@ -153,16 +156,16 @@ def _padded(request: MaskRequest, band: Band) -> Visible:
     if runs is None and is_step:
         return Visible(band, None, lengths=request.lengths, used=request.used())
     if runs is None and stop < end:
-        runs = ((0, stop - k_start),) * request.batch
-    return simplest(band, q_start - k_start, request.lengths, runs, request.device)
+        runs = (Run(0, stop - k_start),) * request.batch
+    return simplest(band, q_start - k_start, request.lengths, runs=runs, device=request.device)
 
 
 def _chunk_rows(request: MaskRequest) -> dict[str, Any]:
     """What chunks are counted by: padding, queries and keys."""
     return dict(
         padding=left_padding(request.padding, request.batch, device=request.device),
-        queries=(request.q_offset, request.q_length),
-        keys=(request.kv_offset, request.kv_length),
+        queries=Span(request.q_offset, request.q_length),
+        keys=Span(request.kv_offset, request.kv_length),
     )
 
 
@@ -178,7 +181,7 @@ def _fits_chunks(request: MaskRequest, chunk: int) -> bool:
 def _chunked(request: MaskRequest, chunk: int) -> Visible:
     """Chunks behind a cache or padding, and in a compiled graph."""
     starts = chunk_starts(chunk, **_chunk_rows(request))
-    chunked = Visible((None, 0), None, lengths=request.lengths, starts=starts, chunk=chunk)
+    chunked = Visible(CAUSAL, None, lengths=request.lengths, starts=starts, chunk=chunk)
     if request.padding is None:
         return chunked
     q_length, kv_length, k_start = request.q_length, request.kv_length, request.kv_offset
@@ -187,12 +190,12 @@ def _chunked(request: MaskRequest, chunk: int) -> Visible:
     runs = runs_of(request.padding, k_start, stop=k_start + end)
     if q_length == 1 and runs != HOLES:
         return chunked
-    stops = [] if runs is None else [stop for _, stop in runs]
+    stops = [] if runs is None else [run.stop for run in runs]
     is_late = any(stop < end for stop in stops)
     if runs == HOLES or (is_late and diagonal != 0):
         warn_slow(KEYS)
         return pairs(request)
     if is_late:
-        seqused_k = kept_keys(starts[1], torch.tensor(stops, device=request.device), kv_length)
+        seqused_k = kept_keys(starts.keys, torch.tensor(stops, device=request.device), kv_length)
         chunked = dataclasses.replace(chunked, seqused_k=seqused_k)
     return dataclasses.replace(chunked, diagonal=diagonal, runs=runs)

@@ -18,7 +18,7 @@ import torch
 from ...errors import ArgumentError
 from .opaque import ANOTHER
 from .positions import UNTOLD, cut, joined_by_mask, starts_by_positions
-from .visible import Band, Visible, assert_later, starts_from
+from .visible import Band, Lengths, Starts, Visible, assert_later, starts_from
 
 Tensor = torch.Tensor
 STARTS = ("cu_seq_lens_q", "cu_seq_lens_k")
@@ -34,11 +34,9 @@ DISAGREE = (
 )
 
 
-def starts_of(
-    visible: Visible | None, kwargs: dict, q: Tensor, k: Tensor
-) -> tuple[Tensor, Tensor] | None:
-    """Where the sequences begin over all rows, by queries and by keys, and behind the last where it
-    ends; None for rows that are not packed. What is understood is taken out of `kwargs`.
+def starts_of(visible: Visible | None, kwargs: dict, q: Tensor, k: Tensor) -> Starts | None:
+    """Where the sequences begin; None for rows that are not packed. What is understood is taken out
+    of `kwargs`.
     """
     of_q, of_k = (kwargs.get(name) for name in STARTS)
     if of_q is None and of_k is None:
@@ -54,11 +52,11 @@ def starts_of(
 
 def _told_by_lengths(
     visible: Visible | None, of_q: Tensor | None, of_k: Tensor | None, q: Tensor
-) -> tuple[Tensor, Tensor] | None:
+) -> Starts | None:
     if of_q is None or of_k is None:
         missing = STARTS[0] if of_q is None else STARTS[1]
         raise ArgumentError(f"{' and '.join(STARTS)} come together: {missing} is missing")
-    starts = of_q, of_k
+    starts = Starts(of_q, of_k)
     _check_one_row(visible, q.shape[0])
     if visible is not None and visible.mask is not None:
         return _known_by_mask(visible, visible.mask, starts_of_both=starts)
@@ -66,12 +64,12 @@ def _told_by_lengths(
         return _chunked(visible, visible.chunk, given=starts)
     if visible is not None and visible.begins is not None:
         _agree(visible, visible.begins[0], given=starts)
-    return of_q.to(q.device, torch.int32), of_k.to(q.device, torch.int32)
+    return Starts(of_q.to(q.device, torch.int32), of_k.to(q.device, torch.int32))
 
 
 def _told_otherwise(
     visible: Visible | None, position_ids: Tensor | None, q: Tensor, k: Tensor
-) -> tuple[Tensor, Tensor] | None:
+) -> Starts | None:
     """Starts by the mask, where it has seen position ids, or by those that reach the layer."""
     if visible is not None and visible.begins is not None and visible.chunk is None:
         if visible.starts is not None:
@@ -94,7 +92,7 @@ def _check_one_row(visible: Visible | None, batch: int) -> None:
         )
 
 
-def _known_by_mask(visible: Visible, mask: Tensor, starts_of_both: tuple[Tensor, Tensor]) -> None:
+def _known_by_mask(visible: Visible, mask: Tensor, starts_of_both: Starts) -> None:
     """A stored mask hides the sequences from each other."""
     seqlen, kv_length = visible.lengths
     if seqlen != kv_length:
@@ -112,7 +110,7 @@ def _known_by_mask(visible: Visible, mask: Tensor, starts_of_both: tuple[Tensor,
         visible.agreed.append(starts)
 
 
-def _chunked(visible: Visible, chunk: int, given: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def _chunked(visible: Visible, chunk: int, given: Starts) -> Starts:
     """Sequences of which each is cut in chunks, from its own beginning on."""
     if visible.begins is None:
         raise NotImplementedError(
@@ -128,11 +126,11 @@ def _chunked(visible: Visible, chunk: int, given: tuple[Tensor, Tensor]) -> tupl
     is_mask = torch.equal(begins, alone) or torch.equal(begins, cuts[0])
     if not is_mask or not torch.equal(cuts[0], cuts[1]):
         raise ArgumentError(DISAGREE)
-    starts = starts_from(cuts[0])
-    return starts, starts
+    once = starts_from(cuts[0])
+    return Starts(once, once)
 
 
-def _agree(visible: Visible, begins: Tensor, given: tuple[Tensor, Tensor]) -> None:
+def _agree(visible: Visible, begins: Tensor, given: Starts) -> None:
     """Checks that the mask's sequences, which begin at `begins`, are those of `given`."""
     if torch.compiler.is_compiling():
         for starts in given:
@@ -161,16 +159,16 @@ def _begins_from(starts: Tensor, seqlen: int) -> Tensor:
     return begins.index_fill(0, starts.long().clamp(0, seqlen), True)[:seqlen]
 
 
-def apart(starts: tuple[Tensor, Tensor], band: Band, q: Tensor, k: Tensor) -> Visible:
+def apart(starts: Starts, band: Band, q: Tensor, k: Tensor) -> Visible:
     """Packed rows as a stored mask: what is added to scores counts keys through the row."""
-    lengths = q.shape[1], k.shape[1]
-    is_shared = starts[0] is starts[1] or torch.equal(starts[0], starts[1])
-    if lengths[0] != lengths[1] or not is_shared:
+    lengths = Lengths(q.shape[1], k.shape[1])
+    is_shared = starts.queries is starts.keys or torch.equal(starts.queries, starts.keys)
+    if lengths.queries != lengths.keys or not is_shared:
         raise NotImplementedError(
             "position_bias and packed sequences whose keys are not their queries: pad the batch "
             f"instead, or {ANOTHER}"
         )
-    begins = torch.zeros(q.shape[0] * lengths[0] + 1, dtype=torch.long, device=q.device)
-    begins = begins.index_fill(0, starts[0].to(q.device).long(), 1)[:-1]
-    number = begins.cumsum(0).view(q.shape[0], 1, lengths[0])
+    begins = torch.zeros(q.shape[0] * lengths.queries + 1, dtype=torch.long, device=q.device)
+    begins = begins.index_fill(0, starts.queries.to(q.device).long(), 1)[:-1]
+    number = begins.cumsum(0).view(q.shape[0], 1, lengths.queries)
     return Visible(band, 0, lengths=lengths, mask=number[..., None] == number[:, :, None])

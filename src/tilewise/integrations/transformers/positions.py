@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from .opaque import ANOTHER
-from .visible import Visible, assert_later, starts_from
+from .visible import Starts, Visible, assert_later, starts_from
 
 Tensor = torch.Tensor
 UNTOLD = (
@@ -26,9 +26,9 @@ PACKING = (
 
 def starts_by_positions(
     visible: Visible | None, position_ids: Tensor | None, q: Tensor, k: Tensor
-) -> tuple[Tensor, Tensor] | None:
-    """Where the sequences begin over all rows, and behind the last where it ends; None if each row
-    is one. The values are read once for all layers that a mask goes through.
+) -> Starts | None:
+    """Where the sequences begin; None if each row is one. The values are read once for all layers
+    that a mask goes through.
 
     Raises NotImplementedError for packed rows with padding, or with keys of an earlier call.
     """
@@ -48,7 +48,7 @@ def starts_by_positions(
     if torch.compiler.is_compiling() or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
         assert_later(~restarts.any(), UNTOLD)  # no value can be read
         return None
-    starts: tuple[Tensor, Tensor] | None = None
+    starts: Starts | None = None
     if restarts.any():
         if joined is not None or k.shape[1] != seqlen or (position_ids[:, 1:][restarts] != 0).any():
             raise NotImplementedError(f"position_ids restart within a row: {PACKING}")
@@ -56,7 +56,7 @@ def starts_by_positions(
         if visible is not None and visible.chunk is not None:
             begins = cut(begins, visible.chunk)
         once = starts_from(begins.expand(batch, -1))
-        starts = once, once
+        starts = Starts(once, once)
     if visible is not None:
         visible.position_ids.append((position_ids, version_of(position_ids), starts))
     return starts
@@ -86,22 +86,23 @@ def joined_of(visible: Visible, batch: int) -> Tensor | None:
 
 def joined_by_mask(visible: Visible, mask: Tensor) -> Tensor:
     """Whether a query sees its own key and the one before in a stored mask."""
-    count, diagonal = visible.lengths[0], visible.diagonal
+    count, diagonal = visible.lengths.queries, visible.diagonal
     row = torch.arange(1, count, device=mask.device)
-    key = (row + (0 if diagonal is None else diagonal)).clamp(1, visible.lengths[1] - 1)
+    key = (row + (0 if diagonal is None else diagonal)).clamp(1, visible.lengths.keys - 1)
     row = row if mask.shape[2] > 1 else 0
     return (mask[:, :, row, key] & mask[:, :, row, key - 1]).all(1)
 
 
 def _real(visible: Visible, batch: int) -> Tensor | None:
     """bool (batch, queries): the queries that are no padding; None if all are real."""
-    count = visible.lengths[0]
+    count = visible.lengths.queries
     if visible.used is not None:
         return torch.arange(count, device=visible.used.device) < visible.used[:, None]
     diagonal = visible.diagonal
     if visible.runs is None or diagonal is None:
         return None
-    if all(run == (0, diagonal + count) for run in visible.runs):  # slots that are not written yet
+    end = diagonal + count  # behind it are slots that are not written yet
+    if all(run.start == 0 and run.stop == end for run in visible.runs):
         return None
     runs = torch.tensor(visible.runs) - diagonal
     place = torch.arange(count)

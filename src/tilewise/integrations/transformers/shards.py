@@ -53,7 +53,7 @@ def attend_shards(
             _check_runs(mask, context.layout.positions)
         elif mask is not None:
             _assert(mask.all(), NotImplementedError(PADDED))
-        if band[0] is not None and band[1] != 0:
+        if band.left is not None and not band.is_causal:
             raise NotImplementedError(f"a window on both sides {INSIDE} is not supported")
         _check_positions(mask, position_ids, positions=context.layout.positions)
         return attend(q, k, v=v, band=band, features=features)
@@ -69,11 +69,11 @@ def _band_of(visible: Visible, of_layer: Band) -> Band:
     left, right = visible.band
     if visible.local_size is not None:
         left = visible.local_size - 1
-    if of_layer[0] not in (None, left):
+    if of_layer.left not in (None, left):
         raise NotImplementedError(
-            f"sliding_window={of_layer[0] + 1} in a layer whose mask has none {INSIDE}"
+            f"sliding_window={of_layer.left + 1} in a layer whose mask has none {INSIDE}"
         )
-    return left, right
+    return Band(left, right)
 
 
 def _check_runs(visible: Visible, positions: Tensor) -> None:

@@ -14,7 +14,7 @@ import torch
 from ...errors import warn_slow
 from .mask_request import MaskRequest
 from .opaque import ANOTHER
-from .visible import HOLES, Band, Visible, runs_of, simplest
+from .visible import ALL_KEYS, HOLES, Band, Lengths, Visible, runs_of, simplest
 
 Tensor = torch.Tensor
 KEYS = (
@@ -36,21 +36,21 @@ def beside(request: MaskRequest, band: Band, padding: Tensor) -> Visible:
     """A band, and which keys are padding: (batch, 1, 1, keys). Reads no value."""
     kv_length, kv_offset = request.kv_length, request.kv_offset
     mask = _real_keys(padding, kv_offset, length=kv_length)
-    if request.is_step and band[1] == 0:
+    if request.is_step and band.is_causal:
         return Visible(band, None, lengths=request.lengths, used=request.used(), mask=mask)
     if request.is_on_device() and torch.compiler.is_compiling():
         return pairs(request)
     diagonal = int(request.q_offset) - kv_offset
     end = diagonal + request.q_length  # behind the last query's key
-    if band == (None, None) or end == kv_length or (band[1] == 0 and end < kv_length):
+    if band.is_open or end == kv_length or (band.is_causal and end < kv_length):
         return Visible(band, diagonal, lengths=request.lengths, mask=mask)
     return pairs(request)
 
 
 def padded(padding: Tensor, band: Band, q: Tensor, k: Tensor) -> Visible:
     """A band, and the 2D padding that a model passes to its layers."""
-    lengths = (q.shape[1], k.shape[1])
-    diagonal = lengths[1] - lengths[0]
+    lengths = Lengths(q.shape[1], k.shape[1])
+    diagonal = lengths.keys - lengths.queries
     compiling = torch.compiler.is_compiling()
     runs = HOLES if compiling else runs_of(padding, 0, stop=k.shape[1])
     if runs == HOLES:
@@ -85,14 +85,14 @@ def pairs(request: MaskRequest) -> Visible:
         **queries,
     )
     diagonal = request.q_offset - request.kv_offset
-    return Visible((None, None), diagonal, lengths=request.lengths, mask=mask)
+    return Visible(ALL_KEYS, diagonal, lengths=request.lengths, mask=mask)
 
 
 def given(mask: Tensor, q: Tensor, k: Tensor) -> Visible | None:
     """A mask of four dimensions that the user passes: it says all, so that no flag of the layer
     counts. None for one of numbers, which are added to the scores.
     """
-    lengths = (q.shape[1], k.shape[1])
+    lengths = Lengths(q.shape[1], k.shape[1])
     sizes = (q.shape[0], q.shape[2], *lengths)
     if mask.dim() != 4 or any(n not in (1, size) for n, size in zip(mask.shape, sizes)):
         raise NotImplementedError(
@@ -105,4 +105,4 @@ def given(mask: Tensor, q: Tensor, k: Tensor) -> Visible | None:
             "to be added to the scores"
         )
     warn_slow(GIVEN)
-    return Visible((None, None), None, lengths, mask=mask) if mask.dtype == torch.bool else None
+    return Visible(ALL_KEYS, None, lengths, mask=mask) if mask.dtype == torch.bool else None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -17,29 +18,68 @@ from .opaque import NoTensor
 
 Tensor = torch.Tensor
 Predicate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-Band = tuple[int | None, int | None]
-Runs = tuple[tuple[int, int], ...]
-NO_KEYS: Band = (-1, -1)  # a window of 0, which models that use none set
-HOLES: Runs = ()  # in the place of runs: the real keys of a row are no single one
 NOT_ASSUMED = (
     "the mask is neither causal nor the layer's window, as a compiled graph assumes: rows of a "
     "batch whose position_ids restart, and masks of other kinds, are not supported compiled"
 )
 
 
+class Band(NamedTuple):
+    """Keys to the left and right of a query's own position that it sees; None: no limit."""
+
+    left: int | None = None
+    right: int | None = None
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether no query sees a key after its own."""
+        return self.right == 0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether each query sees all keys."""
+        return self.left is self.right is None
+
+
+class Lengths(NamedTuple):
+    """How many queries and keys a mask is made for."""
+
+    queries: int
+    keys: int
+
+
+class Run(NamedTuple):
+    """Keys of a row, one after another."""
+
+    start: int
+    stop: int
+
+
+class Starts(NamedTuple):
+    """Where packed sequences begin over all rows, and where the last ends: int32."""
+
+    queries: Tensor
+    keys: Tensor
+
+
+Runs = tuple[Run, ...]  # the real keys of each row
+CAUSAL, ALL_KEYS = Band(right=0), Band()
+NO_KEYS = Band(-1, -1)  # a window of 0, which models that use none set
+HOLES: Runs = ()  # in the place of runs: the real keys of a row are no single one
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Visible(NoTensor):
     """Which keys each query attends to. The model passes it along in the place of a mask."""
 
-    band: Band  # keys to the left and right of a query's own position; None: no limit
+    band: Band
     # The first query's key; None: the last query's is the last used one, or nothing depends on it.
     diagonal: int | Tensor | None
-    lengths: tuple[int, int]  # of the queries and the keys that the mask is made for
-    runs: Runs | None = None  # (start, stop) of each row's real keys
+    lengths: Lengths
+    runs: Runs | None = None
     used: Tensor | None = None  # or int32 (batch,), how many: those from the first on are real
     begins: Tensor | None = None  # of packed sequences: bool (batch, seqlen), where they begin
-    # The same as numbers, int32, over all rows, and the end: by queries and by keys.
-    starts: tuple[Tensor, Tensor] | None = None  # None in a compiled graph
+    starts: Starts | None = None  # the same as numbers; None in a compiled graph
     seqused_k: Tensor | None = None  # int32, keys of each sequence, if they begin as its queries
     chunk: int | None = None  # sequences are cut in pieces of so many tokens
     mask: Tensor | None = None  # bool, joins the band: (batch, 1, 1 or queries, keys)
@@ -79,11 +119,12 @@ def band_of(
     In a compiled graph no value can be read: what `is_causal` and `local_size` say is assumed
     there, and asserted as it runs.
     """
-    candidates: list[Band] = [(None, 0), (None, None)]
+    candidates = [CAUSAL, ALL_KEYS]
     offsets = {0, keys.start - queries.start, keys.stop - 1 - queries.start}
     offsets |= {sign << power for power in range(len(keys).bit_length()) for sign in (1, -1)}
     if local_size:
-        candidates += [(local_size - 1, 0), (local_size, local_size), (local_size - 1,) * 2]
+        candidates += [Band(local_size - 1, 0), Band(local_size, local_size)]
+        candidates.append(Band(local_size - 1, local_size - 1))
         near = range(local_size - 1, local_size + 2)
         offsets |= {sign * size for size in near for sign in (1, -1)}
     o = torch.tensor(sorted(offsets), device=device)
@@ -110,9 +151,9 @@ def band_of(
         if compiling or is_hidden:
             return NO_KEYS
     if compiling:
-        assumed: Band = (None if local_size is None else local_size - 1, 0)
+        assumed = Band(None if local_size is None else local_size - 1, 0)
         if not is_causal:
-            assumed = (local_size, local_size)
+            assumed = Band(local_size, local_size)
         assert_later(fits(assumed), NOT_ASSUMED)
         return assumed
     matches = torch.stack([fits(band) for band in candidates]).tolist()
@@ -143,11 +184,12 @@ def packed_of(
     band = band_of(predicate, rows, rows, batch, local_size, device, begins, is_causal)
     if band is None:
         return None
-    lengths = (seqlen, seqlen)
+    lengths = Lengths(seqlen, seqlen)
     if torch.compiler.is_compiling():
         return Visible(band, 0, lengths=lengths, begins=begins)
-    starts = starts_from(begins)
-    return Visible(band, 0, lengths=lengths, begins=begins, starts=(starts, starts), chunk=chunk)
+    once = starts_from(begins)
+    starts = Starts(once, once)
+    return Visible(band, 0, lengths=lengths, begins=begins, starts=starts, chunk=chunk)
 
 
 def starts_from(begins: Tensor) -> Tensor:
@@ -173,21 +215,17 @@ def runs_of(padding: Tensor | None, start: int, stop: int) -> Runs | None:
     for begin, end, keys in torch.stack([first, last, count], 1).tolist():
         if keys and end - begin != keys:
             return HOLES
-        runs.append((begin, end) if keys else (0, 0))
-    return None if all(run == (0, stop - start) for run in runs) else tuple(runs)
+        runs.append(Run(begin, end) if keys else Run(0, 0))
+    return None if all(run == Run(0, stop - start) for run in runs) else tuple(runs)
 
 
 def simplest(
-    band: Band,
-    diagonal: int,
-    lengths: tuple[int, int],
-    runs: Runs | None,
-    device: torch.device | str,
+    band: Band, diagonal: int, lengths: Lengths, runs: Runs | None, device: torch.device | str
 ) -> Visible:
     """Runs that start at the first key and differ become lengths: one call serves them."""
-    if runs is None or len(set(runs)) == 1 or any(start for start, _ in runs):
+    if runs is None or len(set(runs)) == 1 or any(run.start for run in runs):
         return Visible(band, diagonal, lengths=lengths, runs=runs)
-    if band != (None, None) and (diagonal != 0 or band[1] != 0):
+    if not band.is_open and not (diagonal == 0 and band.is_causal):
         return Visible(band, diagonal, lengths=lengths, runs=runs)
-    used = torch.tensor([stop for _, stop in runs], dtype=torch.int32, device=device)
+    used = torch.tensor([run.stop for run in runs], dtype=torch.int32, device=device)
     return Visible(band, 0, lengths=lengths, used=used)
