@@ -120,7 +120,7 @@ def why_no_pages(cached: Cached) -> str | None:
     """Why the training forward does not read such pages."""
     k, v = cached.k, cached.v
     queries, chunk = in_batch(cached.q), chunk_of(cached)
-    tile = plan_for(cached.problem, queries, extras=cached.extras, chunk=chunk).tile
+    tile = plan_for(cached.problem, queries, extras=cached.extras, cache=KeyCache(chunk=chunk)).tile
     page_size = k.shape[1]
     if not k.shape[0] or not is_box(page_size, tile.BLOCK_N):
         return f"pages of {page_size} keys are no boxes of TMA: powers of two from 8 on are"
@@ -149,13 +149,15 @@ def launches_of(
     """The launches of chunks; with `chunk`, from as many queries on, behind that of other
     sequences, whose counters they share.
     """
-    steps, counter, of_scales = [], None, None
+    steps, counter, scales = [], None, None
     if cached.k.dtype in CACHES:
-        of_scales = Scales(**scales_of("k", cached.k_descale), **scales_of("v", cached.v_descale))
+        scales = Scales(**scales_of("k", cached.k_descale), **scales_of("v", cached.v_descale))
     if chunk:
         steps = [decoding.launch_of(cached, problem, out, lse, work, chunk=chunk)]
         counters = steps[0].args["counters"].counter
         counter = Within("counter of chunks", counters.name, decoding.OF_CHUNKS)
+    parts = parts_of(cached, problem)
+    cache = KeyCache(pages_of(cached), chunk, counter=counter, parts=parts, scales=scales)
     return steps + steps_of(
         problem,
         cached.scalars,
@@ -166,7 +168,7 @@ def launches_of(
         v=cached.v,
         out=in_batch(out),
         lse=lse,
-        cache=KeyCache(pages_of(cached), chunk, counter, parts_of(cached, problem), of_scales),
+        cache=cache,
     )
 
 

@@ -119,8 +119,8 @@ def steps_of(
         q, k, v = readable.copied((q, k, v), is_copied)
     if problem.has_seqused_k and not problem.is_packed:
         k, v = readable.copied((k, v), [not is_in_steps(x) for x in (k, v)])
-    of_cache: Any = dict(pages=cache.pages, chunk=cache.chunk, has_parts=cache.parts > 1)
-    plan = plan_for(problem, q, extras, is_v_flat, kept=CACHES.get(k.dtype, ""), **of_cache)
+    cache_format = CACHES.get(k.dtype, "")
+    plan = plan_for(problem, q, extras=extras, is_flat=is_v_flat, cache=cache, kept=cache_format)
     if plan.tile.CACHE:
         k, v = k.view(torch.int8), v.view(torch.int8)
     args = arguments(problem, plan, q, k, v, out, lse, in_pairs(extras, plan), scalars, cache.pages)
@@ -225,23 +225,20 @@ def plan_for(
     q: Tensor,
     extras: Extras = NO_EXTRAS,
     is_flat: bool = False,
-    pages: Table | None = None,
-    chunk: int = 0,
-    has_parts: bool = False,
+    cache: KeyCache = NO_CACHE,
     kept: str = "",
 ) -> Plan:
     """The plan of a call; of packed sequences that of long ones where `max_seqlen_q` allows some,
-    else that of their mean length. With `chunk`, of packed sequences over a KV cache with as
-    many queries, whatever the others are. `has_parts`: programs share the keys of a tile.
+    else that of their mean length. Of a `cache` in chunks that of these, whatever the others are.
     """
+    chunk, pages = cache.chunk, cache.pages
     seqlen_q = max(1, q.shape[1] // max(1, extras.sequences))
     # Members of a group lie in a dimension of their own, and `ragged_by_head` has none left
     pack = 1 if problem.is_packed or problem.is_modified else pack_of(problem, seqlen_q)
     is_short = seqlen_q <= LONG_SEQLEN and not (problem.is_long or chunk)
-    of_bias: Any = dict(bias_step=bias_step(extras.bias), has_tiles=has_tiles(extras.bias, q))
-    page_size = 0 if pages is None else pages.page_size
-    of_keys: Any = dict(is_flat=is_flat, page_size=page_size, has_parts=has_parts, kept=kept)
-    plan = plan_of(problem, q.device, is_short, pack=pack, **of_bias, **of_keys)
+    options: Any = dict(bias_step=bias_step(extras.bias), has_tiles=has_tiles(extras.bias, q))
+    options |= dict(page_size=0 if pages is None else pages.page_size, has_parts=cache.parts > 1)
+    plan = plan_of(problem, q.device, is_short, pack=pack, is_flat=is_flat, kept=kept, **options)
     return plan._replace(features=plan.features._replace(CHUNK=chunk)) if chunk else plan
 
 
