@@ -49,20 +49,20 @@ def batched(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, words: 
     before = [shape[:-2] for shape in shapes]
     if enable_gqa:  # key heads count as those that they serve
         before[1:] = [(*dims[:-1], before[0][-1]) for dims in before[1:]]
-    of_scores = _broadcast(before[0], before[1])
-    of_out = None if of_scores is None else _broadcast(of_scores, before[2])
-    if of_scores is None or of_out is None:
+    score_dims = _broadcast(before[0], before[1])
+    out_dims = None if score_dims is None else _broadcast(score_dims, before[2])
+    if score_dims is None or out_dims is None:
         raise ArgumentError(
             f"the dimensions of {_said(shapes, words)} before the last two do not broadcast: make "
             "them equal, or 1"
         )
-    heads = _heads(shapes, of_out)
+    heads = _heads(shapes, out_dims)
     x = [_readable(x, name) for x, name in zip(tensors, words[:3])]
-    x = [_placed(x, of_out[:-1], nheads=n, name=name) for x, n, name in zip(x, heads, words[:3])]
+    x = [_placed(x, out_dims[:-1], nheads=n, name=name) for x, n, name in zip(x, heads, words[:3])]
     if heads[0] == 0:  # heads of nothing are a batch of nothing
         x = [part.flatten(0, 1).unsqueeze(1) for part in x]
-    scores = *of_scores, shapes[0][-2], shapes[1][-2]
-    return Batched(x[0], x[1], x[2], scores=scores, out=(*of_out, shapes[0][-2], shapes[2][-1]))
+    scores = *score_dims, shapes[0][-2], shapes[1][-2]
+    return Batched(x[0], x[1], x[2], scores=scores, out=(*out_dims, shapes[0][-2], shapes[2][-1]))
 
 
 def over_scores(mask: Tensor, out: Shape, name: str) -> Tensor:
@@ -111,7 +111,7 @@ def _readable(x: Tensor, name: str) -> Tensor:
 
 def _check_shapes(shapes: list[Shape], enable_gqa: bool, words: Words) -> None:
     """Ranks, lengths, head dims, and heads that are shared."""
-    (q, k, v), of_q, of_k, of_v = shapes, *words[:3]
+    (q, k, v), q_name, k_name, v_name = shapes, *words[:3]
     least, dims = (3, "(..., nheads, ") if enable_gqa else (2, "(..., ")
     for name, shape in zip(words[:3], shapes):
         if len(shape) < least:
@@ -122,20 +122,20 @@ def _check_shapes(shapes: list[Shape], enable_gqa: bool, words: Words) -> None:
             )
     wrong = ""
     if k[-2] != v[-2]:
-        wrong = f"{of_k} has seqlen {k[-2]} and {of_v} has seqlen {v[-2]}: they must be equal"
+        wrong = f"{k_name} has seqlen {k[-2]} and {v_name} has seqlen {v[-2]}: they must be equal"
     elif q[-1] != k[-1]:
-        wrong = f"{of_q} has headdim {q[-1]} and {of_k} has headdim {k[-1]}: they must be equal"
+        wrong = f"{q_name} has headdim {q[-1]} and {k_name} has headdim {k[-1]}: they must be equal"
     elif enable_gqa:
-        for name, shape in ((of_v, v), (of_k, k)):
+        for name, shape in ((v_name, v), (k_name, k)):
             if shape[-3] == 0 or q[-3] % shape[-3]:
                 wrong = (
-                    f"{of_q} has {q[-3]} heads and {name} has {shape[-3]}: the heads of {of_q} "
+                    f"{q_name} has {q[-3]} heads and {name} has {shape[-3]}: the heads of {q_name} "
                     f"must be a multiple of those of {name} (GQA)"
                 )
     elif len(q) > 2 and len(k) > 2 and q[-3] != k[-3] and 1 not in (q[-3], k[-3]):
         wrong = (
-            f"{of_q} has {q[-3]} heads and {of_k} has {k[-3]}: pass enable_gqa=True to share key "
-            "heads"
+            f"{q_name} has {q[-3]} heads and {k_name} has {k[-3]}: pass enable_gqa=True to share "
+            "key heads"
         )
     if wrong:
         fault, remedy = wrong.split(": ")
@@ -155,13 +155,13 @@ def _broadcast(x: Shape, y: Shape) -> Shape | None:
     return tuple(m if holds(n == 1, False) else n for n, m in zip(x, y))
 
 
-def _heads(shapes: list[Shape], of_out: Shape) -> tuple[int, int, int]:
+def _heads(shapes: list[Shape], out_dims: Shape) -> tuple[int, int, int]:
     """How many heads query, key and value are given: those of the result, but fewer key heads,
     where key and value have as many, are shared in place.
     """
-    nheads = of_out[-1] if of_out else 1
-    of_k, of_v = (shape[-3] if len(shape) > 2 else 1 for shape in shapes[1:])
-    shared = of_k if of_k == of_v and nheads else nheads
+    nheads = out_dims[-1] if out_dims else 1
+    nheads_k, nheads_v = (shape[-3] if len(shape) > 2 else 1 for shape in shapes[1:])
+    shared = nheads_k if nheads_k == nheads_v and nheads else nheads
     return nheads, shared, shared
 
 
@@ -184,7 +184,7 @@ def _merged(x: Tensor, count: int, name: str) -> Tensor:
     if count == 1:
         return x
     dims = [(n, stride) for n, stride in zip(x.shape[:count], x.stride()) if n != 1]
-    is_view = all(a == m * b for (_, a), (m, b) in itertools.pairwise(dims))
+    is_view = all(stride == size * inner for (_, stride), (size, inner) in itertools.pairwise(dims))
     if not is_view and x.numel():
         warn_slow(
             f"{name} has {count} batch dimensions that no view joins into one, so every call "

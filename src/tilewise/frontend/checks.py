@@ -312,8 +312,8 @@ def check_cache_dtypes(q: Tensor, k: Tensor, v: Tensor, names: tuple[str, str, s
     """The dtype of a cache: that of q, which are its queries or its new keys, or one of 8 bits."""
     if not (is_one_byte(k) or is_one_byte(v)):
         return q.dtype
-    of_q, of_k, of_v = names
-    for name, x in ((of_k, k), (of_v, v)):
+    q_name, k_name, v_name = names
+    for name, x in ((k_name, k), (v_name, v)):
         if is_one_byte(x) and x.dtype not in LIMITS:
             raise NotImplementedError(
                 f"{name}.dtype is {x.dtype}: 8-bit caches are {EIGHT_BITS}; tilewise.cache.append "
@@ -321,13 +321,13 @@ def check_cache_dtypes(q: Tensor, k: Tensor, v: Tensor, names: tuple[str, str, s
             )
     if k.dtype != v.dtype:
         raise ArgumentError(
-            f"{of_k}.dtype is {k.dtype} and {of_v}.dtype is {v.dtype}: a cache has one dtype, so "
-            "quantise both, or none"
+            f"{k_name}.dtype is {k.dtype} and {v_name}.dtype is {v.dtype}: a cache has one dtype, "
+            "so quantise both, or none"
         )
     if q.dtype not in FLOATS:
         raise ArgumentError(
-            f"{of_q}.dtype is {q.dtype}: with a KV cache of {k.dtype} it must be bfloat16, float16 "
-            "or (on the CPU) float32 or float64"
+            f"{q_name}.dtype is {q.dtype}: with a KV cache of {k.dtype} it must be bfloat16, "
+            "float16 or (on the CPU) float32 or float64"
         )
     return k.dtype
 

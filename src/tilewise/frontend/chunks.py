@@ -66,11 +66,11 @@ def chunk_of_packed(chunk: int, extras: Extras) -> FlatMods:
     there = [x for x in lengths if x is not None]
     if any(not isinstance(x, Tensor) or x.dim() != 1 for x in there):
         return NO_MODIFIERS
-    of_k = starts_k.diff() if used_k is None else used_k
-    of_q = starts_q.diff() if used_q is None else used_q
-    if of_k.shape != of_q.shape or of_k.device != of_q.device:
+    keys = starts_k.diff() if used_k is None else used_k
+    queries = starts_q.diff() if used_q is None else used_q
+    if keys.shape != queries.shape or keys.device != queries.device:
         return NO_MODIFIERS
-    return _modifiers(chunk, of_k - of_q)
+    return _modifiers(chunk, keys - queries)
 
 
 def _modifiers(chunk: int, diagonal: Tensor | None) -> FlatMods:

@@ -63,10 +63,10 @@ def append_apart(call: AppendedCall, used: Tensor | None) -> AppendedCall:
     rotary = call.rotary
     if rotary is not None:
         base = call.before if call.rotary_seqlens is None else call.rotary_seqlens
-        of_q, of_k = _positions(q, base, call.cu_seqlens_q), _positions(k, base, starts)
-        if call.is_at_first:
-            of_q = of_q[0], torch.zeros_like(of_q[1])
-        q, k = rotate(q, rotary, of_q[0] + of_q[1]), rotate(k, rotary, of_k[0] + of_k[1])
+        first_q, row_q = _positions(q, base, call.cu_seqlens_q)
+        first_k, row_k = _positions(k, base, starts)
+        positions_q = first_q if call.is_at_first else first_q + row_q
+        q, k = rotate(q, rotary, positions_q), rotate(k, rotary, first_k + row_k)
     if used is None:
         used = call.before + (k.shape[1] if starts is None else starts.diff())
     new = call.append._replace(k=k, seqused_k=used, rotary=None)

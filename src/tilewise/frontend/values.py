@@ -111,19 +111,19 @@ def check_reach(
         return
     if page_table is not None and page_table.shape[:1] != tensors[0].shape[:1]:
         return  # a wrong shape has its own error
-    room, of_used, of_table = capacity(k, page_table), *names
+    room, (lengths_name, table_name) = capacity(k, page_table), names
     lengths = [room] * len(tensors[0]) if seqused_k is None else seqused_k.tolist()
-    if any(n < m or n > room for n, m in zip(lengths, least or [0] * len(lengths))):
+    if any(not fewest <= n <= room for n, fewest in zip(lengths, least or [0] * len(lengths))):
         place = f"k has {room} rows per sequence"
         if page_table is not None:
             place = (
-                f"{of_table} has {page_table.shape[1]} pages of {k.shape[1]} keys per sequence, "
+                f"{table_name} has {page_table.shape[1]} pages of {k.shape[1]} keys per sequence, "
                 f"room for {room} keys"
             )
         fewest = "0" if not any(least or ()) else f"as many as new keys, {least}"
         raise ArgumentError(
-            f"{of_used}={lengths}: it must be at least {fewest}, and {place}: widen it, or shorten "
-            "the sequences"
+            f"{lengths_name}={lengths}: it must be at least {fewest}, and {place}: widen it, or "
+            "shorten the sequences"
         )
     if page_table is None:
         return
@@ -136,7 +136,7 @@ def check_reach(
     if bool(is_wrong.any()):
         row, column = is_wrong.nonzero()[0].tolist()
         raise ArgumentError(
-            f"{of_table}[{row}, {column}] is {int(page_table[row, column])}, a page that the "
+            f"{table_name}[{row}, {column}] is {int(page_table[row, column])}, a page that the "
             f"{lengths[row]} keys in use reach: it must be at least 0 and below the number of "
             f"pages, {k.shape[0]}"
         )
@@ -205,22 +205,22 @@ def check_same_lengths(before: Lengths, extras: Extras) -> None:
     """A call has the lengths that a `Quantized` was made with; rows that were in use may be fewer
     now.
     """
-    for name, of_quantized in before._asdict().items():
-        of_call = getattr(extras, name)
-        if of_quantized is None or of_quantized is of_call:
+    for name, quantized_with in before._asdict().items():
+        called_with = getattr(extras, name)
+        if quantized_with is None or quantized_with is called_with:
             continue
-        if of_call is None or of_call.shape != of_quantized.shape:
+        if called_with is None or called_with.shape != quantized_with.shape:
             is_other = True
-        elif of_call.device != of_quantized.device or not knows_values(of_call):
+        elif called_with.device != quantized_with.device or not knows_values(called_with):
             continue
         elif name.startswith("cu_"):
-            is_other = bool((of_call != of_quantized).any())
+            is_other = bool((called_with != quantized_with).any())
         else:
-            is_other = bool((of_call > of_quantized).any())
+            is_other = bool((called_with > quantized_with).any())
         if is_other:
             raise ArgumentError(
-                f"{name} is {_value(of_call)} and the Quantized was made with "
-                f"{_value(of_quantized)}: pass the same {name} to tilewise.quantize and "
+                f"{name} is {_value(called_with)} and the Quantized was made with "
+                f"{_value(quantized_with)}: pass the same {name} to tilewise.quantize and "
                 "tilewise.attention"
             )
 
