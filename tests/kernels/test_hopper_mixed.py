@@ -17,6 +17,7 @@ from tilewise.kernels.common.decode_step import program_of
 from tilewise.kernels.common.direct import filler
 from tilewise.kernels.hopper import tile_counter
 from tilewise.kernels.hopper.fwd import cached as schedules
+from tilewise.kernels.hopper.launch import Launch
 from tilewise.testing import use_emulator
 from tilewise.testing.tolerance import assert_within
 from tilewise.tile.types import Optionals
@@ -73,6 +74,32 @@ def alone(s, i, page_size, **options):
     with use_emulator(3):
         out, lse = tilewise.attention(s.q[0][None], **cache, return_lse=True, **options)
     return out[0], lse[0]
+
+
+def test_only_a_kernel_that_waits_may_begin_early(monkeypatch):
+    """The kernel before may let it begin before all is written that it reads."""
+    early, start = [], Launch.start
+
+    def started(launch, values, device):
+        early.append((launch.options.get("launch_pdl", False), launch.constants["FEATURES"].CHUNK))
+        return start(launch, values, device)
+
+    monkeypatch.setattr(Launch, "start", started)
+    run(drawn(), causal=True)
+    assert [is_early for is_early, _ in early] == [False, True]
+    early.clear()
+    q, k, v = torch.randn(3, 1, 70, 4, 64, dtype=BF16).unbind(0)
+    starts = torch.tensor([0, 30, 70], dtype=torch.int32)
+    with use_emulator(0):
+        tilewise.attention(q, k, v, causal=True)
+        tilewise.attention(q[0], k[0], v[0], cu_seqlens_q=starts, cu_seqlens_k=starts)
+    assert early and not any(is_early for is_early, _ in early)
+    early.clear()
+    s = drawn(queries=[70, 70], lengths=[133, 300])
+    cache = dict(zip(("k", "v", "page_table"), paged(s, 16, 0)))
+    with use_emulator(0):
+        tilewise.attention(torch.stack(s.q), **cache, seqused_k=s.lengths, causal=True)
+    assert early and all(chunk > 0 for is_early, chunk in early if is_early)
 
 
 def check(s, found, **options):

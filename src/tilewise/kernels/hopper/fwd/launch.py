@@ -132,7 +132,9 @@ def steps_of(
         args = in_parts(args, plan.tile, count=cache.parts, work=work)
         folds = [fold_of(args, plan, out)] if shared_tiles(args) else []
         return [*readable.steps, launch_of(plan, args), *folds]
-    return [*readable.steps, launch_of(plan, args, launch_pdl=True)]
+    # Of calls without decodes no kernel waits for the one before, which may write what it reads
+    is_early = plan.features.CHUNK > 0
+    return [*readable.steps, launch_of(plan, args, launch_pdl=is_early)]
 
 
 def of_eight_bits(args: dict[str, Any], scales: Scales | None) -> dict[str, Any]:
