@@ -26,9 +26,7 @@ from .sum_tables import places_of
 
 Tensor = torch.Tensor
 LEAST_ROWS = 1 << 14  # of the query heads of a small group
-# Query heads of a key head in calls whose parts are pushed. None yet: the bits and times of these
-# calls were not seen on GPUs. 1 is meant
-MOST_SHARING = 0
+MOST_SHARING = 0  # query heads of a key head: 1, once bits and times were seen on GPUs
 
 
 class PushedSums:
