@@ -5,13 +5,16 @@ import os
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers.tiers import sample
 from helpers.waits import DEADLINE
+from triton.runtime import build
 
 from tilewise.kernels.common import building, program
 from tilewise.kernels.portable import launch
@@ -86,6 +89,40 @@ def test_kernels_are_compiled_side_by_side():
     building.side_by_side([*compilations, failing], torch.device("cpu"))
     expected = ["delta", "dkdv", "dq", "launcher of delta", "launcher of dkdv"]
     assert sorted(done) == expected
+
+
+LAUNCHER = """
+#include <Python.h>
+static PyObject* launch(PyObject* self, PyObject* args) { return PyLong_FromLong(NUMBER); }
+static PyMethodDef methods[] = {{"launch", launch, METH_VARARGS, ""}, {NULL, NULL, 0, NULL}};
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "__triton_launcher", NULL, -1, methods};
+PyMODINIT_FUNC PyInit___triton_launcher(void) { return PyModule_Create(&module); }
+"""
+
+
+def test_each_kernel_keeps_its_own_launcher(tmp_path, monkeypatch):
+    """Launchers that Triton loads again, as those of kernels with parameters of the same types;
+    Python returns one module for all of them.
+    """
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    sources = [LAUNCHER.replace("NUMBER", str(number)) for number in range(3)] * 2
+    loaded = [build.compile_module_from_src(x, "__triton_launcher") for x in sources]
+    assert [x.launch() for x in loaded] == [0, 1, 2] * 2
+
+
+def test_threads_load_one_launcher_at_a_time():
+    """A module has the functions of the last that was loaded, until it is read."""
+    module, turn = SimpleNamespace(), threading.Barrier(2)
+
+    def load(name, path):
+        module.path = path
+        with contextlib.suppress(threading.BrokenBarrierError):
+            turn.wait(0.1)  # for the other thread, if it may load meanwhile
+        return module
+
+    load_apart = partial(building.apart(load), "__triton_launcher")
+    with ThreadPoolExecutor(2) as threads:
+        assert [x.path for x in threads.map(load_apart, "ab")] == ["a", "b"]
 
 
 def test_threads_take_quick_turns_only_meanwhile():

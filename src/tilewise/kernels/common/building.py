@@ -9,11 +9,12 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from triton import knobs
-from triton.runtime import driver
+from triton.runtime import build, driver
 from triton.runtime.jit import JITFunction
 
 from ...tile.mask import apply_mask
@@ -49,6 +50,24 @@ def quick_turns() -> Iterator[None]:
     finally:
         if interval > TURN:
             sys.setswitchinterval(interval)
+
+
+def apart(load: Callable[..., Any]) -> Callable[..., Any]:
+    """`load`, of an extension module, by one thread at a time, which returns what the module has
+    then. Launchers of Triton 3.6 are modules of one name: those of them that are loaded again are
+    one module to Python, with the function of the last. So threads took each other's launchers.
+    """
+    turn = threading.Lock()
+
+    def load_apart(name: str, path: str) -> SimpleNamespace:
+        with turn:
+            return SimpleNamespace(**vars(load(name, path)))
+
+    return load_apart
+
+
+with contextlib.suppress(AttributeError):  # a Triton whose kernels share one launcher
+    build._load_module_from_path = apart(build._load_module_from_path)
 
 
 def _prepare() -> None:

@@ -15,14 +15,7 @@ from ..common.operand import Operand, operand_of
 from ..common.program import Planned, Program
 from ..common.quantized import FP8, TWO_LEVELS, Lengths, Quantized, Scales, empty_values
 from ..common.workspace import Workspace
-from .quantize_launches import (
-    DTYPES,
-    launches_of,
-    recipes_of,
-    row_blocks,
-    transposing,
-    turn_of,
-)
+from .quantize_launches import DTYPES, launches_of, recipes_of, row_blocks, transposing, turn_of
 from .quantize_memory import part_of, waits_for_heads
 
 Tensor = torch.Tensor

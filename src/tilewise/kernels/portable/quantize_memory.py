@@ -16,14 +16,7 @@ from ...tuning.select import architecture
 from ..common import operand as gaps
 from ..common.arguments import strided
 from ..common.building import num_sms
-from ..common.quantized import (
-    COLUMNS,
-    FP8,
-    WHOLE,
-    columns_of,
-    empty_values,
-    packed_columns,
-)
+from ..common.quantized import COLUMNS, FP8, WHOLE, columns_of, empty_values, packed_columns
 from .fp8_launch import has_product, of_head
 from .hadamard import Rotation
 from .quantize_kernels import Rounding

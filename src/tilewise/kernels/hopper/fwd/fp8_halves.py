@@ -12,11 +12,7 @@ not grow with the keys, and V may have any mean.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma, warpgroup_mma_wait
 
 from ....tile.seqlen import modifiers_of
 from ..layouts import accumulator, fp8_accumulator, row_of
@@ -24,15 +20,7 @@ from ..operands import whole_sums
 from ..pipeline import advance, parity_of, release_by_threads, start, wait_full
 from ..row_max import integers_suffice
 from ..work import END, KernelCall
-from .fp8_mma import (
-    add_product,
-    joined,
-    load_unit,
-    multiply_keys,
-    scale_of,
-    scores_of,
-    write_tile,
-)
+from .fp8_mma import add_product, joined, load_unit, multiply_keys, scale_of, scores_of, write_tile
 from .fp8_operand import LOWEST, add_sums, exponentials, exponents, no_sums
 from .scores import open_rows
 from .varlen import receive_tile
