@@ -181,14 +181,18 @@ def test_the_report_has_the_page(evidence):
 
 def test_one_sequence_over_several_gpus():
     shape = dict(ranks=2, tokens=8192, causal=True, window=0, documents=0, direction="fwd")
+    shape |= dict(nheads=32, nheads_k=8)
     one = row("one process", suite="distributed", shape=shape)
     other = row("tilewise:heads", suite="distributed", shape=shape | dict(window=64))
     mine = row("tilewise:heads", suite="distributed", shape=shape)
-    mine.extra["of_ideal"], other.extra["of_ideal"] = 0.9, 0.1
+    mha = row("tilewise:heads", suite="distributed", shape=shape | dict(nheads_k=32))
+    mine.extra["of_ideal"], other.extra["of_ideal"], mha.extra["of_ideal"] = 0.9, 0.1, 0.3
     ask = figures.experiments.distributed
     assert ask(collect([one, mine, other]), [], ["heads", "2", "8Ki", "fwd"]) == "0.90"
     assert ask(collect([one, mine, other]), [], ["heads", "4", "8Ki", "fwd"]) == "–"
     assert ask(collect([one, mine, other]), [], ["heads", "2", "8Ki", "fwd", "window"]) == "0.10"
+    assert ask(collect([mine, mha]), [], ["heads", "2", "8Ki", "fwd"]) == "0.90"
+    assert ask(collect([mine, mha]), [], ["heads", "2", "8Ki", "fwd", "MHA"]) == "0.30"
     stream = row("tilewise:stream", suite="distributed", shape=shape, ms=2 * mine.median_ms)
     assert ask(collect([mine, stream]), ["stream"], ["heads", "2", "8Ki", "fwd"]) == "2.00"
     assert ask(collect([mine, stream]), ["fa3"], ["heads", "2", "8Ki", "fwd"]) == "–"

@@ -15,7 +15,7 @@ from helpers.waits import SHORT
 from torch.distributed.device_mesh import init_device_mesh
 
 import tilewise.distributed as td
-from tilewise.distributed.methods import heads, one_launch, pushed_sums, stream
+from tilewise.distributed.methods import heads, one_launch, stream
 from tilewise.distributed.transport.arena import arena_of
 from tilewise.distributed.transport.exchange import publish_rows
 from tilewise.distributed.transport.halves import Arena
@@ -344,39 +344,6 @@ def repeats(rank):
 
 def test_repeats_under_delays():
     run(repeats)
-
-
-def pushed(rank):
-    """Parts of dK and dV that are pushed have the bits of those that are pulled, whichever rank of
-    a pair is late.
-    """
-    pairs = [dist.new_group([first, first + 1]) for first in range(0, RANKS - 1, 2)]
-    if rank // 2 == len(pairs):
-        return
-    case, layout = Whole(heads=(8, 8), causal=True), td.zigzag(SEQLEN, pairs[rank // 2])
-    pushed_sums.MOST_SHARING = 0
-    pulled = case.sharded(layout, method="stream")
-    pushed_sums.MOST_SHARING = pushed_sums.LEAST_ROWS = 1
-    begun, begin = [], pushed_sums.PushedSums.begin
-
-    def counting(self, *parts, **more):
-        if len(begun) // 4 % 2 == rank % 2:
-            torch.cuda._sleep(1_000_000)
-        begun.append(0)
-        begin(self, *parts, **more)
-
-    pushed_sums.PushedSums.begin = counting
-    for call in range(50):
-        if call % 3 == rank % 2:
-            torch.cuda._sleep(2_000_000)
-        found = case.sharded(layout, method="stream")
-        for name, x, y in zip("out lse dq dk dv".split(), found, pulled):
-            assert name == "dq" or torch.equal(x, y), (call, name)  # dQ is added up in any order
-    assert len(begun) == 50 * 4
-
-
-def test_pushed_parts_under_delays():
-    run(pushed)
 
 
 def memory(rank):

@@ -23,22 +23,6 @@ def test_the_bits_of_one_addition_after_the_other(rows, runs, columns, dtype):
     Arena.add_runs(None, parts, places, None, expected)
     assert torch.equal(total, expected) and (total[(places < 0).all(1)] == 0).all()
     assert (wide[:, :, ::2] == 7).all()
-    received = torch.randn(64, 1, columns, generator=draw)
-    of_others = torch.randint(-30, 64, (rows, 3), generator=draw).clamp_min(-1).to(torch.int32)
-    places_of_all = torch.cat([of_others[:, :1], places, of_others[:, 1:]], 1).contiguous()
-    more = dict(received=received, before=1, after=2)
-    whole, expected = wide[:, :, 1:2]
-    with use_interpreter():
-        add_runs(parts, places_of_all, None, whole, **more)
-    Arena.add_runs(None, parts, places_of_all, None, expected, **more)
-    own = torch.zeros(rows, 1, columns)
-    Arena.add_runs(None, parts, places, None, own)  # which is added as one
-    in_turn = torch.zeros(rows, 1, columns)
-    for i, place in enumerate(of_others.unbind(1)):
-        in_turn += received[place.long()] * (place >= 0)[:, None, None]
-        in_turn += own * (i == 0)
-    assert torch.equal(whole, expected) and torch.equal(whole, in_turn.to(dtype))
-    Arena.add_runs(None, parts, places, None, total)  # which `wide` has again
     targets = torch.randperm(rows + 3, generator=draw)[:rows].to(torch.int32)
     wide = torch.full((rows + 3, 3, columns), 7.0, dtype=dtype)
     spread = wide[:, 1:2]  # rows as they are named

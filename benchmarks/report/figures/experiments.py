@@ -102,8 +102,8 @@ def matmul(evidence: Evidence, names: list[str], words: list[str]) -> str:
 def distributed(evidence: Evidence, names: list[str], words: list[str]) -> str:
     """The share of one GPU's rate that each of several keeps on one causal sequence:
     `{distributed: stream 2 8Ki fwd}` is that of the method on 2 of them, of 8Ki tokens each, also
-    with `window` or `documents`, and with a card; `{distributed heads: stream 2 8Ki fwd}` the
-    other's time over its.
+    with `window`, `documents` or `MHA`, as many key heads as query heads, and with a card;
+    `{distributed heads: stream 2 8Ki fwd}` the other's time over its.
     """
     name, ranks, tokens, direction, *more = [word for word in words if word not in CARDS]
     shares: dict[str, tuple[float, float]] = {}
@@ -112,6 +112,7 @@ def distributed(evidence: Evidence, names: list[str], words: list[str]) -> str:
         if shape["direction"] == "decode":  # of a cache
             continue
         kind = [x for x in ("window", "documents") if shape[x]]
+        kind += ["MHA"] * (shape["nheads"] == shape["nheads_k"])
         said = str(shape["ranks"]), length(shape["tokens"]), shape["direction"]
         if shape["causal"] and said == (ranks, tokens, direction) and kind == more:
             share = row.extra.get("of_ideal", 1.0)  # one process has none

@@ -8,7 +8,6 @@ of keys add (`sums`); of some heads at a time, where all would take much memory.
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any
 
 import torch
 
@@ -17,7 +16,6 @@ from ..transport.halves import Arena
 from . import one_launch, packed_runs, placed, rows
 from .grads import joined
 from .pulled_keys import pull_keys
-from .pushed_sums import PushedSums, pushed_groups
 from .run_calls import map_saved
 from .shard_call import ShardCall
 from .sums import Sums
@@ -84,9 +82,7 @@ def backward(arena: Arena, spec: ShardCall, saved: Saved) -> Grads:
     reads_all = packing is None and packed_runs.reads_between(spec, q)
     if spec.is_modified:
         module, reads_all = placed, True
-    parts_in = saved.lse.dtype
-    pushed = () if arena.nodes is not None else pushed_groups(spec, q, k=k, v=v, parts_in=parts_in)
-    groups = pushed or groups_of(arena, spec, q, k=k, v=v, parts_in=parts_in)
+    groups = groups_of(arena, spec, q, k=k, v=v, parts_in=saved.lse.dtype)
     pulled = pull_keys(
         arena,
         spec,
@@ -99,9 +95,7 @@ def backward(arena: Arena, spec: ShardCall, saved: Saved) -> Grads:
     )
     dout = torch.zeros_like(out) if saved.dout is None else saved.dout
     dout, q, out = (x.to(exact) for x in (dout, q, out))
-    totals = [x.new_empty(x.shape[1:]) for x in (k, v)] if pushed else []
-    added: Any = None
-    query_grads, key_grads = [], []
+    query_grads, key_grads, added = [], [], None
     for group, keys in zip(groups, pulled):
         if exact != dtype:
             keys.arrive_all()
@@ -109,29 +103,19 @@ def backward(arena: Arena, spec: ShardCall, saved: Saved) -> Grads:
         part = saved._replace(dout=dout, q=q, out=out)
         of_group, part = _of_heads(spec, part, group=group, nheads_k=k.shape[2])
         part = part._replace(k=keys.k, v=keys.v)
-        title = f"the sums of {signature}"
-        if pushed:
-            sums = PushedSums(
-                arena, spec, signature=title, totals=totals, heads=group, before=added
-            )
-        else:
-            sums = Sums(arena, spec, signature=title, dtype=dtype)
+        sums = Sums(arena, spec, signature=f"the sums of {signature}", dtype=dtype)
         query_grads.append(module.gradients(of_group, part, pulled=keys, add_key_grads=sums.begin))
         sums.add_all()
-        if arena.nodes is None and not pushed:  # groups are to save memory: parts go at once
+        if arena.nodes is None:  # groups are to save memory: parts go at once
             key_grads.append(sums.finish())
             continue
         if added is not None:
             key_grads.append(added.finish())
-        added = sums  # its last parts come as the next group is computed
-    query = joined(query_grads)
+        added = sums  # its last parts come from other nodes as the next group is computed
     if added is not None:
         key_grads.append(added.finish())
-    if pushed:
-        dk, dv = (x[None] for x in totals)
-    else:
-        dk, dv = (x[0] if len(x) == 1 else torch.cat(x, 2) for x in zip(*key_grads))
-    grads = query.with_keys(dk, dv, extras=spec.extras)
+    dk, dv = (x[0] if len(x) == 1 else torch.cat(x, 2) for x in zip(*key_grads))
+    grads = joined(query_grads).with_keys(dk, dv, extras=spec.extras)
     arena.settle(grads[:INPUTS])
     return grads
 

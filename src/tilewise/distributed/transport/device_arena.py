@@ -115,9 +115,9 @@ class DeviceArena(Arena):
             super().copy(table, sources, targets=targets)
 
     def add_runs(
-        self, parts: Tensor, places: Tensor, targets: Tensor | None, total: Tensor, **more: Any
+        self, parts: Tensor, places: Tensor, targets: Tensor | None, total: Tensor
     ) -> None:
-        add_runs(parts, places=places, targets=targets, total=total, **more)
+        add_runs(parts, places=places, targets=targets, total=total)
 
     def pull(
         self,
@@ -144,18 +144,6 @@ class DeviceArena(Arena):
                         self.count_piece()
                 marks.append(self.mark())
         return marks
-
-    def push(self, pieces: Sequence[Piece], sources: Sequence[Tensor]) -> Any:
-        if self.dma is None or not self.has_streams:
-            return super().push(pieces, sources)
-        copy, stream, addresses = self.dma, self.side.cuda_stream, [x.data_ptr() for x in sources]
-        half = self.half * self.room
-        self._follow_caller()
-        with on_device(self.device):
-            for rank, start, source, offset, nbytes in pieces:
-                to = self.starts[rank] + half + start
-                copy(stream, to, addresses[source] + offset, nbytes)
-        return self.mark()
 
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:

@@ -26,14 +26,6 @@ HALVES = 2
 MOST_VIEWS = 8192
 
 
-def sum_rows(source: Tensor, places: Sequence[Tensor], *, total: Tensor) -> Tensor:
-    """Adds rows of `source`, at each list of places, to `total`; none where a place is below 0."""
-    for place in places:
-        is_seen = place >= 0
-        total[is_seen] += source[place[is_seen].long()]
-    return total
-
-
 class Arena:
     """On the CPU: a block of each rank in files, and a barrier on the host. All ranks must make the
     same calls; an arena grows on all of them at once.
@@ -109,27 +101,13 @@ class Arena:
         copy_one_by_one(table, sources, targets=targets)
 
     def add_runs(
-        self,
-        parts: Tensor,
-        places: Tensor,
-        targets: Tensor | None,
-        total: Tensor,
-        *,
-        received: Tensor | None = None,
-        before: int = 0,
-        after: int = 0,
+        self, parts: Tensor, places: Tensor, targets: Tensor | None, total: Tensor
     ) -> None:
-        """Writes sums of rows of `parts`, at `places` (rows, runs), to rows of `total`. The first
-        and the last places, so many, are of rows that were `received` from ranks before this one
-        and behind it.
-        """
-        columns = places.unbind(1)
-        end = len(columns) - after
-        nothing = parts.new_zeros((len(places), *total.shape[1:]))
-        exact = sum_rows(parts, columns[before:end], total=nothing)
-        if received is not None:
-            earlier = sum_rows(received, columns[:before], total=torch.zeros_like(exact))
-            exact = sum_rows(received, columns[end:], total=earlier.add_(exact))
+        """Writes sums of rows of `parts`, at `places` (rows, runs), to rows of `total`."""
+        exact = parts.new_zeros((len(places), *total.shape[1:]))
+        for place in places.unbind(1):
+            is_seen = place >= 0
+            exact[is_seen] += parts[place[is_seen].long()]
         if targets is None:
             total.copy_(exact)
         else:
@@ -203,17 +181,6 @@ class Arena:
                         self.count_piece()
                 marks.append(self.mark())
         return marks
-
-    def push(self, pieces: Sequence[Piece], sources: Sequence[Tensor]) -> Any:
-        """Begins to copy pieces of `sources` into what other ranks have room for, while the
-        caller's stream goes on: each into its rank's half, from the byte `start` on. The last
-        barrier has said that no rank reads there. Returns a mark for `arrive`.
-        """
-        with self.copying():
-            for rank, start, source, offset, nbytes in pieces:
-                row = bytes_at(sources[source], offset, pitch=nbytes, rows=1, width=nbytes)
-                self.of(rank, start + nbytes)[None, start:].copy_(row)
-            return self.mark()
 
     def _copy_piece(self, piece: Piece, target: Tensor) -> None:
         nbytes = piece.nbytes

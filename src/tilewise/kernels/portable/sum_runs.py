@@ -1,5 +1,5 @@
 """Sums of rows that lie at several places: of the parts that a rank's runs have of the gradient of
-a key, and of those that came from other ranks.
+a key, or of those of all ranks, once they are pulled.
 """
 
 from __future__ import annotations
@@ -11,46 +11,39 @@ import triton.language as tl
 from .launches import programs_of
 
 Tensor = torch.Tensor
-BLOCK_M, BLOCK_N = tl.constexpr(4), tl.constexpr(256)
+_BLOCK_M, _BLOCK_N = 4, 256
 _PROGRAMS = 528  # four an SM
 
 
 @triton.jit(do_not_specialize=["rows"])
 def sum_runs_kernel(
     parts,
-    received,
     places,
     targets,
     total,
     columns,
     step,
     rows,
-    BEFORE: tl.constexpr,
     RUNS: tl.constexpr,
-    AFTER: tl.constexpr,
     SCATTERED: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
     """Rows of `total`, `step` apart, each from the rows of `parts` at its RUNS `places`, in their
-    order, of which those below 0 are none; rounded once. Places BEFORE and AFTER those are of rows
-    that were `received`: to them the sum of this rank's parts is added as one. SCATTERED: those
-    that `targets` names, not all of them.
+    order, of which those below 0 are none; rounded once. SCATTERED: those that `targets` names, not
+    all of them.
     """
-    PLACES: tl.constexpr = BEFORE + RUNS + AFTER
     blocks = tl.cdiv(columns, BLOCK_N)
-    for tile in range(tl.program_id(0), tl.cdiv(rows, BLOCK_M) * blocks, tl.num_programs(0)):
+    for tile in range(tl.program_id(0), tl.cdiv(rows, BLOCK_M) * blocks, PROGRAMS):
         row = tile // blocks * BLOCK_M + tl.arange(0, BLOCK_M)
         column = tile % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
         in_row = (column < columns)[None, :]
         acc = tl.zeros([BLOCK_M, BLOCK_N], parts.dtype.element_ty)
-        mine = tl.zeros([BLOCK_M, BLOCK_N], parts.dtype.element_ty)
-        place = places + row * PLACES
-        for i in tl.static_range(BEFORE):
-            acc = add_rows(acc, received, place + i, row < rows, columns, column)
-        for i in tl.static_range(BEFORE, BEFORE + RUNS):
-            mine = add_rows(mine, parts, place + i, row < rows, columns, column)
-        acc += mine
-        for i in tl.static_range(BEFORE + RUNS, PLACES):
-            acc = add_rows(acc, received, place + i, row < rows, columns, column)
+        for run in tl.static_range(RUNS):
+            place = tl.load(places + row * RUNS + run, mask=row < rows, other=-1)
+            offsets = place[:, None].to(tl.int64) * columns + column[None, :]
+            acc += tl.load(parts + offsets, mask=(place >= 0)[:, None] & in_row, other=0.0)
         target = row
         if SCATTERED:
             target = tl.load(targets + row, mask=row < rows, other=0)
@@ -60,45 +53,24 @@ def sum_runs_kernel(
         )
 
 
-@triton.jit
-def add_rows(acc, source, place, exists, columns, column):
-    """Adds rows of `source` at the places that lie at `place`, none where one is below 0."""
-    place = tl.load(place, mask=exists, other=-1)
-    offsets = place[:, None].to(tl.int64) * columns + column[None, :]
-    has_part = (place >= 0)[:, None] & (column < columns)[None, :]
-    return acc + tl.load(source + offsets, mask=has_part, other=0.0)
+sums = programs_of(sum_runs_kernel, BLOCK_M=_BLOCK_M, BLOCK_N=_BLOCK_N)
 
 
-sums = programs_of(sum_runs_kernel)
-
-
-def add_runs(
-    parts: Tensor,
-    places: Tensor,
-    targets: Tensor | None,
-    total: Tensor,
-    *,
-    received: Tensor | None = None,
-    before: int = 0,
-    after: int = 0,
-) -> None:
+def add_runs(parts: Tensor, places: Tensor, targets: Tensor | None, total: Tensor) -> None:
     """The sums into the rows of `total` that `targets` names, or into all; each row is dense, as
-    all of `parts` and of `received` is. `places` (rows, runs) and `targets` are int32; the first
-    and the last of a row, so many, are of rows that were received.
+    all of `parts` is. `places` (rows, runs) and `targets` are int32.
     """
-    rows, count = places.shape
+    rows, runs = places.shape
     if not rows or not total.numel():
         return
     columns, step = total[:1].numel(), total.stride(0)
-    tiles = -(-rows // BLOCK_M.value) * -(-columns // BLOCK_N.value)
+    tiles = -(-rows // _BLOCK_M) * -(-columns // _BLOCK_N)
     programs = _PROGRAMS if total.is_cuda else min(4, tiles)
-    received = parts if received is None else received
-    tensors = parts, received, places, places if targets is None else targets, total
+    tensors = parts, places, places if targets is None else targets, total
     looks = (
         *(parts.dtype, total.dtype, *[x.data_ptr() % 16 for x in tensors]),
         *(columns == 1, columns % 16, step == 1, step % 16),
     )
-    runs = count - before - after
-    constants = dict(BEFORE=before, RUNS=runs, AFTER=after, SCATTERED=targets is not None)
+    constants = dict(RUNS=runs, SCATTERED=targets is not None, PROGRAMS=programs)
     program = sums(total.device, programs, compiled_for=looks, **constants)
     program.run((*tensors, columns, step, rows))
