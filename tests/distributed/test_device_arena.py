@@ -93,6 +93,35 @@ def mismatches(rank):
     call("k (1, 8)")
 
 
+def announced(rank):
+    """A rank says that it comes, does something else, and then waits: other calls and errors are
+    named as before.
+    """
+    host, draw = arenas.host_of(dist.group.WORLD), torch.Generator().manual_seed(rank)
+    for call in range(40):
+        host.announce(f"call {call}")
+        time.sleep(0.01 * torch.rand((), generator=draw).item() * (call % 3 == rank))
+        host.meet(f"call {call}")
+    asked = "v" if rank == 1 else "u"
+    host.announce(asked)
+    with pytest.raises(td.RankMismatch, match="rank 1 called v; rank 0 called u|rank . called"):
+        host.meet(asked)
+    host.meet("all have learnt of it")
+    host.announce("a call in which rank 1 raises")
+    with pytest.raises(ValueError if rank == 1 else td.RankMismatch, match="of rank 1"):
+        with arenas.Reporting(dist.group.WORLD):
+            if rank == 1:
+                raise ValueError("of rank 1")
+            for _ in range(2):  # rank 1 has come to the first
+                host.meet("a call in which rank 1 raises")
+    host.meet("all have learnt of it")
+    dist.barrier()  # rank 0 has the store
+
+
+def test_a_rank_that_comes_before_it_waits():
+    run(announced, 3)
+
+
 def test_barriers_of_three_ranks():
     run(barriers, 3)
 

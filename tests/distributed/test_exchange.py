@@ -1,4 +1,4 @@
-"""What ranks publish, and the views of it that are kept."""
+"""What ranks publish, the views of it that are kept, and what NCCL is given of it."""
 
 from types import SimpleNamespace
 
@@ -6,6 +6,8 @@ import torch
 
 from tilewise.distributed.transport.exchange import Published
 from tilewise.distributed.transport.halves import Arena
+from tilewise.distributed.transport.links import Links
+from tilewise.distributed.transport.nodes import Message, Traffic
 
 
 class Here(Arena):
@@ -14,11 +16,11 @@ class Here(Arena):
     def __init__(self):
         super().__init__(SimpleNamespace(rank=0, ranks=1, number=0, epoch=0), None)
 
-    def grow(self, nbytes, signature):
+    def grow(self, room, signature):
         self.memory = SimpleNamespace(
-            allocate=lambda *asked, **more: [torch.zeros(nbytes, dtype=torch.uint8)]
+            allocate=lambda host, nbytes, signature: [torch.zeros(nbytes, dtype=torch.uint8)]
         )
-        super().grow(nbytes, signature)
+        super().grow(room, signature)
 
 
 def test_views_are_kept_until_the_memory_grows():
@@ -33,3 +35,23 @@ def test_views_are_kept_until_the_memory_grows():
     assert again.pull(0, 0, start=1, stop=3).data_ptr() != rows.data_ptr()
     room = arena.publish(1 << 20, "")
     assert [*map(id, arena.views.values())] == [id(room)]
+
+
+def test_a_call_of_nccl_has_one_message_of_each_rank():
+    """So many calls as a pair of ranks has messages; ranks without one have nothing in it."""
+    links, calls = Links.__new__(Links), []
+    links.nodes, links.host = SimpleNamespace(rank=1), SimpleNamespace(ranks=4)
+    links.own, links.device = True, torch.device("cpu")
+
+    def exchange(outputs, inputs, options):
+        calls.append([[x.tolist() for x in tensors] for tensors in (outputs, inputs)])
+
+    links.backend = SimpleNamespace(alltoall=exchange)
+    sends = [Message(0, 0, 2), Message(2, 4, 5), Message(0, 7, 8)]
+    for is_in_place, owner in ((False, 2), (True, 1)):
+        traffic = Traffic(sends, [Message(2, 1, 3)], is_in_place=is_in_place)
+        calls.clear()
+        for call in links.calls_of(traffic, lambda rank, *ends: 10 * rank + torch.arange(*ends)):
+            call(None)
+        first = [[], [], [10 * owner + 1, 10 * owner + 2], []], [[10, 11], [], [14], []]
+        assert calls == [list(first), [[[]] * 4, [[17], [], [], []]]]

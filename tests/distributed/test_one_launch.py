@@ -330,26 +330,29 @@ def between_nodes(rank):
     with elsewhere((0, 1), rank):
         arena = device_arena()
         arena.begin_pieces = None
-        for asked, layout in (
-            (dict(CAUSAL, sinks=True), zigzag),
-            (dict(CAUSAL, docs=DOCUMENTS, headdim=40), zigzag),
-            (dict(window=(150, 40), alibi=True), contiguous),
+        parts, striped = one_launch._parts, td.striped(SEQLEN, group, block=170)
+        one_launch._parts = lambda *x, **named: launched.append(0) or parts(*x, **named)
+        for asked, layout, is_in_place in (
+            (dict(CAUSAL, sinks=True), zigzag, True),
+            (dict(CAUSAL, docs=DOCUMENTS, headdim=40), zigzag, False),
+            (dict(window=(150, 40), alibi=True), contiguous, False),
+            (dict(CAUSAL, headdim=40), striped, False),
+            (dict(headdim=40), contiguous, True),
         ):
             case = Whole(**asked, heads=(8, 4))
-            layout = case.deal(layout)
+            layout, pull = case.deal(layout), arena.pull
+            arena.pull = None if is_in_place else pull
             with use_emulator(), torch.no_grad():
                 out, lse = case.one()
                 shards = [layout.shard(x) for x in (case.q, case.k, case.v)]
                 asked = dict(layout=layout, method="stream", return_lse=True, **case.options)
                 for _ in range(2):
-                    arrive = arena.arrive
-                    arena.arrive = lambda mark, arrive=arrive: launched.append(0) or arrive(mark)
                     found = td.attention(*shards, **asked)
-                    arena.arrive = arrive
                     assert len(launched) == 4
                     launched.clear()
                     assert torch.equal(found[0], layout.shard(out))
                     assert torch.equal(found[1], layout.shard(lse, 2))
+            arena.pull = pull
 
 
 @pytest.mark.slow

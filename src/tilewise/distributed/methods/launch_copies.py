@@ -27,11 +27,14 @@ def copies_of(
     return keys_to_queries(layout, (pulls,), **options, **_lies(k, v, count=count))
 
 
-def copies_in_place(spec: ShardCall, k: Tensor, v: Tensor, *, count: int) -> CopyList:
+def copies_in_place(
+    spec: ShardCall, k: Tensor, v: Tensor, *, count: int, nodes: Nodes | None = None
+) -> CopyList:
     """Lists these copies where keys are read in the arena."""
     layout = spec.layout
     pulls = tuple(pulls_in_turn(layout, keys_of(layout.spans, spec.band)))
-    return keys_in_place(layout, pulls, **_lies(k, v, count=count))
+    options: Any = dict(band=spec.band, nodes=nodes)
+    return keys_in_place(layout, pulls, **options, **_lies(k, v, count=count))
 
 
 def with_few_lists(copies: CopyList) -> CopyList:

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 Tensor = torch.Tensor
 MOST_COPIES = 128  # of a call, on the host
+FEW_RUNS = 2  # of each rank's rows
 LEAST_BYTES = 1 << 22  # of one, in the mean: it costs the host 25 us, and shorter ones are slower
 
 
@@ -62,9 +63,11 @@ class PreparedLaunch:
         if self.is_joint:
             self.shapes = ((count, layout.seqlen, 1, 2, heads, k.shape[3]),)
         self.copies = copies_of(spec, dense_k, v=dense_v, count=count, nodes=arena.nodes)
-        in_place = copies_in_place(spec, dense_k, v=dense_v, count=count)
+        in_place = copies_in_place(spec, dense_k, v=dense_v, count=count, nodes=arena.nodes)
         # Two halves of whole sequences, or two of shards and the sequence: no more memory
-        self.is_in_place = arena.nodes is None and in_place.nbytes <= HALVES * self.copies.nbytes
+        self.is_in_place = in_place.nbytes <= HALVES * self.copies.nbytes
+        if arena.nodes is not None:  # each of which must be one rank, and its rows few messages
+            self.is_in_place &= max(map(len, layout.runs)) <= FEW_RUNS and not arena.nodes.has_pairs
         if self.is_in_place:
             self.copies = in_place
         if arena.nodes is None:
@@ -119,12 +122,12 @@ def attend(
     sources = k if plan.k_is_dense else in_rows(k), v if plan.v_is_dense else in_rows(v)
     pulled = [] if plan.is_in_place else [k.new_empty(shape) for shape in plan.shapes]
     clear_hidden(pulled, plan.hidden)
+    if arena.nodes is not None:
+        return _attend_by_groups(arena, spec, plan, q=q, sources=sources, pulled=pulled)
     exchanged: Any = dict(signature=plan.signature, sources=sources, targets=pulled)
     half = publish_copies(arena, plan.copies, **exchanged)
-    if arena.nodes is not None:
-        return _attend_by_groups(arena, spec, plan, q=q, pulled=pulled)
     if plan.is_in_place:
-        pulled = keys_in(half, arena, plan, dtype=k.dtype)
+        pulled = keys_in(arena, plan, dtype=k.dtype)
         clear_hidden(pulled, plan.hidden)
     arena.begin_pieces(plan.sources)
     counted = len(plan.shapes)
@@ -146,13 +149,14 @@ def clear_hidden(pulled: Sequence[Tensor], hidden: Sequence[tuple[int, int]]) ->
             x[:, start:stop] = 0
 
 
-def keys_in(half: Tensor, arena: Any, plan: PreparedLaunch, *, dtype: torch.dtype) -> list[Tensor]:
+def keys_in(arena: Any, plan: PreparedLaunch, *, dtype: torch.dtype) -> list[Tensor]:
     """Views keys and values in the half of the arena that they are read in."""
     key = arena.half, plan.shapes, dtype
     views = arena.views.get(key)
     if views is None:
         sizes = [math.prod(shape) * dtype.itemsize for shape in plan.shapes]
-        starts = itertools.accumulate((-(-n // ALIGN) * ALIGN for n in sizes), initial=0)
+        *starts, end = itertools.accumulate((-(-n // ALIGN) * ALIGN for n in sizes), initial=0)
+        half = arena.of(arena.rank, end)
         views = arena.keep(
             key,
             [
@@ -164,16 +168,33 @@ def keys_in(half: Tensor, arena: Any, plan: PreparedLaunch, *, dtype: torch.dtyp
 
 
 def _attend_by_groups(
-    arena: Any, spec: ShardCall, plan: PreparedLaunch, *, q: Tensor, pulled: list[Tensor]
+    arena: Any,
+    spec: ShardCall,
+    plan: PreparedLaunch,
+    *,
+    q: Tensor,
+    sources: tuple[Tensor, Tensor],
+    pulled: list[Tensor],
 ) -> tuple[Tensor, Tensor]:
     """Launches each group once its keys have come from other nodes."""
+    copies = plan.copies
+    half = arena.publish(copies.nbytes, plan.signature)
+    arena.copy(copies.rows, sources, targets=[half, *pulled])
+    if plan.is_in_place:
+        pulled = keys_in(arena, plan, dtype=q.dtype)
+        clear_hidden(pulled, plan.hidden)
     out = q.new_empty((*q.shape[:3], pulled[-1].shape[-1]))
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
     whole = q, pulled[0], pulled[-1], *spec.extras[:2], arena.words, out, lse
     begins = [0 if x is None else x.data_ptr() for x in whole]
-    marks = arena.pull(plan.copies.pieces, pulled, traffic=plan.copies.traffic)
-    for group, mark in enumerate(marks):
-        arena.arrive(mark)
+    arena.meet(plan.signature)  # others have come meanwhile
+    if plan.is_in_place:
+        exchanges, wait = [arena.begin(x) for x in copies.traffic], arena.finish
+    else:
+        exchanges = arena.pull(copies.pieces, pulled, traffic=copies.traffic)
+        wait = arena.arrive
+    for group, exchange in enumerate(exchanges):
+        wait(exchange)
         offsets = plan.offsets.get(group)
         if offsets is None or not plan.forward.again_at(list(map(operator.add, begins, offsets))):
             parts = _parts(plan, whole, group=group)

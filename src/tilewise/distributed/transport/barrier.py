@@ -51,6 +51,7 @@ class Barrier:
         self.epoch = self.number = self.passed = 0  # `passed`: the last one that all came to
         self.signature = ""  # of the last barrier
         self.added = [0] * len(SUMS)  # this rank's part of each
+        self.total = 0  # of all ranks, as this one has come
         self.left: list[str] = []  # keys that all have read at the next barrier
         self.ended: list[str] = []  # keys of the last epoch that has ended
         self.lost: str | None = None  # why no further call can be made
@@ -101,19 +102,27 @@ class Barrier:
         if not self._arrive(signature):
             self._compare(signature)
 
-    def _arrive(self, signature: str) -> bool:
-        """Waits until every rank has come; whether their calls are the same."""
+    def announce(self, signature: str) -> None:
+        """Says that this rank comes to the next barrier, which waits for the others later."""
         if self.lost is not None:
             raise RankLost(f"{self.lost}; make a new process group")
         self.signature, self.number = signature, self.number + 1
         place, turn = self.number % len(SUMS), 1 + self.number // len(SUMS) % TURNS
-        fingerprint = zlib.crc32(signature.encode())
-        added = (turn << SUM) + fingerprint
+        added = (turn << SUM) + zlib.crc32(signature.encode())
         step, self.added[place] = added - self.added[place], added
-        key, begun, is_late = self._key(SUMS[place]), time.monotonic(), False
         try:
-            total = self.store.add(key, step)
-            while total >> SUM != turn * self.ranks:
+            self.total = self.store.add(self._key(SUMS[place]), step)
+        except dist.DistError as error:
+            self._miss("here", error)
+
+    def _arrive(self, signature: str) -> bool:
+        """Waits until every rank has come; whether their calls are the same."""
+        if self.number == self.passed or self.lost is not None:
+            self.announce(signature)
+        place, begun, is_late = self.number % len(SUMS), time.monotonic(), False
+        key, total, expected = self._key(SUMS[place]), self.total, self.added[place] * self.ranks
+        try:
+            while total >> SUM != expected >> SUM:
                 waited = time.monotonic() - begun
                 if total >= OVER // 2:
                     self._tell()
@@ -129,7 +138,7 @@ class Barrier:
         except dist.DistError as error:
             self._miss("here", error)
         self.left = []
-        return total % (1 << SUM) == fingerprint * self.ranks
+        return total == expected
 
     def _compare(self, text: str) -> list[str]:
         """Waits for the texts of all; returns their notes, or raises where calls differ."""

@@ -13,8 +13,8 @@ from typing import Any
 from ...kernels.common.row_table import Rows, Table
 from ..layouts.layout import Layout
 from ..layouts.pulls import Pull, place_among, pulls_in_turn, rows_seen, shared_rows
-from ..layouts.work import Band
-from .copies import Blocks, CopyList, Kind, Piece, Place, rows_between
+from ..layouts.work import Band, keys_of
+from .copies import ALIGN, Blocks, CopyList, Kind, Piece, Place, rows_between
 from .nodes import Bytes, Nodes, Traffic
 
 
@@ -93,11 +93,14 @@ def keys_in_place(
     kinds: tuple[Kind, ...],
     sources: tuple[Place, ...],
     groups: tuple[range, ...],
+    band: Band,
+    nodes: Nodes | None,
     side_by_side: bool = False,
 ) -> CopyList:
     """Lists the copies of keys of one sequence that are read where they are published: each half
     has room for the whole sequence, in which a rank copies its rows to their places, and others'
-    rows from the same places of theirs. There is a list of pieces for each group.
+    rows from the same places of theirs, or, where each rank is a node, receives them there. There
+    is a list of pieces for each group.
     """
     whole = Blocks(kinds, groups, batch=1, tokens=layout.seqlen, side_by_side=side_by_side)
     rows, pieces = [], []
@@ -110,12 +113,36 @@ def keys_in_place(
         rows.append(copied)
         of_group: list[Piece] = []
         for pull, kind in itertools.product(pulls, range(len(whole.sizes))):
-            if pull.rank != layout.rank:
+            if nodes is None and pull.rank != layout.rank:
                 place = whole.joint_place(kind, group).moved(pull.start)
                 of_group += _pieces(pull.rank, place, target=place, tokens=pull.stop - pull.start)
         pieces.append(tuple(of_group))
-    turns = in_turns(rows, is_split=True)
-    return CopyList(whole.nbytes, pieces=tuple(pieces), early=1, **turns)
+    turns = in_turns(rows, is_split=nodes is None)
+    if nodes is None:
+        return CopyList(whole.nbytes, pieces=tuple(pieces), early=1, **turns)
+    nbytes = -(-whole.nbytes // (layout.ranks * ALIGN)) * ALIGN  # of a rank's part of the half
+    traffic = _places_across(layout, band, nodes=nodes, whole=whole)
+    return CopyList(nbytes, pieces=tuple(pieces), traffic=traffic, **turns)
+
+
+def _places_across(
+    layout: Layout, band: Band, *, nodes: Nodes, whole: Blocks
+) -> tuple[Traffic, ...]:
+    """Lists, for each group, the keys that other nodes see, each at its place in the sequence."""
+    traffic = []
+    for group in whole.groups:
+
+        def wanted(owner: int, readers: Sequence[int], group: range = group) -> Iterator[Bytes]:
+            visible = keys_of([x for reader in readers for x in layout.at(reader).spans], band)
+            of_owner = layout.at(owner).placed
+            tensors = range(len(whole.sizes))
+            for kind, (_, start, stop), keys in itertools.product(tensors, of_owner, visible):
+                place, first = whole.joint_place(kind, group), max(start, keys[0])
+                begin = place.moved(first).start
+                yield begin, begin + (min(stop, keys[1]) - first) * place.of_token
+
+        traffic.append(nodes.traffic(wanted, is_in_place=True))
+    return tuple(traffic)
 
 
 def _keys_across(

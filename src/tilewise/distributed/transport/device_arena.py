@@ -75,16 +75,19 @@ class DeviceArena(Arena):
     def publish(self, nbytes: int, signature: str) -> Tensor:
         self.barrier.check()
         self._follow()
-        return super().publish(nbytes, signature)
+        half = super().publish(nbytes, signature)
+        if self.links is not None and not self.has_mates():  # early: others wait less for it
+            self.host.announce(signature)
+        return half
 
-    def grow(self, nbytes: int, signature: str) -> None:
+    def grow(self, room: int, signature: str) -> None:
         # All ranks have come here, or none: else some would wait for others to grow
         self.barrier.meet(signature, is_new=True)
         synchronize(self.device)
         self.host.meet(signature)  # no rank reads the blocks that go
         self.blocks = []
         self.views.clear()
-        self.blocks = self.allocate(nbytes, signature)
+        self.blocks = self.allocate(room, signature)
         self.starts = [x.data_ptr() for x in self.blocks]
         if self.links is not None:
             self.links.open()
@@ -130,7 +133,7 @@ class DeviceArena(Arena):
         if self.dma is None or not self.has_streams:
             return super().pull(lists, targets, counted=counted, traffic=traffic)
         copy, stream, marks = self.dma, self.side.cuda_stream, []
-        half, addresses = self.half * self.room, [x.data_ptr() for x in targets]
+        half, addresses = self.begin_of_half(), [x.data_ptr() for x in targets]
         starts = [x + half for x in self.starts]
         self._follow_caller()
         # The driver's calls are of the current device, and exchanges of the current stream

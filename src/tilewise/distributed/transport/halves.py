@@ -40,6 +40,7 @@ class Arena:
         self.host = getattr(barrier, "host", barrier)  # on which epochs are counted
         self.rank, self.ranks = barrier.rank, barrier.ranks
         self.nodes = None if links is None else links.nodes  # None where there is one
+        self.parts = 1 + (0 if self.nodes is None else self.nodes.slots)  # of a half, with mirrors
         self.half, self.room, self.epoch = 0, 0, -1
         self.blocks: list[Tensor] = []
         self.pulled = 0  # bytes that were read of other ranks, in all
@@ -52,7 +53,7 @@ class Arena:
             self.epoch, self.room, self.half = self.host.epoch, 0, 0
         if not self.room or nbytes > self.room:
             room = max(LEAST, nbytes, 2 * self.room)
-            self.grow(HALVES * room, f"{signature}, for which the arena grows to {room} bytes")
+            self.grow(room, f"{signature}, for which the arena grows to {room} bytes")
             self.room = room
         # Ranks count alike, in one epoch: a call that raised on one has ended it on all
         self.half = (self.half + 1) % HALVES
@@ -72,22 +73,25 @@ class Arena:
         key = rank, self.half, nbytes
         memory = self.views.get(key)
         if memory is None:
-            memory = self.keep(key, self.blocks[rank].narrow(0, self.half * self.room, nbytes))
+            memory = self.keep(key, self.blocks[rank].narrow(0, self.begin_of_half(), nbytes))
         return memory
 
-    def grow(self, nbytes: int, signature: str) -> None:
+    def begin_of_half(self) -> int:
+        """Returns where the half begins in each block, in bytes."""
+        return self.half * self.parts * self.room
+
+    def grow(self, room: int, signature: str) -> None:
         """Allocates new memory on every rank, which is there on all of them when it returns."""
         self.views.clear()
-        self.blocks = self.allocate(nbytes, signature)
+        self.blocks = self.allocate(room, signature)
 
-    def allocate(self, nbytes: int, signature: str) -> list[Tensor]:
-        """Allocates a block of every rank, and behind it the mirrors that it keeps."""
-        if self.nodes is None:
-            return self.memory.allocate(self.host, nbytes, signature=signature)
-        blocks = self.memory.allocate(
-            self.host, nbytes * (1 + self.nodes.slots), signature=signature
-        )
-        return self.nodes.with_mirrors(blocks, nbytes)
+    def allocate(self, room: int, signature: str) -> list[Tensor]:
+        """Allocates a block of every rank: halves of so many bytes, each before the mirrors that
+        the rank keeps.
+        """
+        nbytes = HALVES * self.parts * room
+        blocks = self.memory.allocate(self.host, nbytes, signature=signature)
+        return blocks if self.nodes is None else self.nodes.with_mirrors(blocks, room)
 
     def keep(self, key: Any, view: Any) -> Any:
         """Keeps a view of the blocks, or some in a record, until these grow."""

@@ -1,5 +1,5 @@
-"""What ranks of different nodes exchange: sends and receives in batches, by NCCL between GPUs and
-by gloo between CPUs.
+"""What ranks of different nodes exchange: sends and receives, by NCCL between GPUs, those of all
+ranks together, and by gloo between CPUs.
 
 Barriers of all ranks come first, so that both ends have made the same call; then only an end that
 dies or stands still can keep the other waiting, and that one is named.
@@ -26,7 +26,8 @@ from .nodes import Nodes, Traffic
 
 Tensor = torch.Tensor
 View = Callable[[int, int, int], Tensor]  # of a rank's half, bytes [start, stop)
-Call = Callable[[int], Any]  # of a tag
+Call = Callable[[Any], Any]  # of a tag, or of NCCL's options
+ALL_TO_ALL = dist.AllToAllOptions()
 EPOCH = 1 << 20  # barriers: tags of an epoch
 TAGS = 1 << 31
 LATER = 2  # times our time-out, after which torch's watchdog ends the process
@@ -58,14 +59,35 @@ class Links:
         self.epoch = host.epoch
 
     def calls_of(self, traffic: Traffic, view: View) -> list[Call]:
-        """Returns the sends and receives of bytes of this rank's half, and of its mirrors."""
-        send, receive = self.backend.send, self.backend.recv
-        calls: list[Call] = []
-        for peer, start, stop in traffic.sends:
-            calls.append(functools.partial(send, [view(self.nodes.rank, start, stop)], peer))
-        for peer, start, stop in traffic.receives:
-            calls.append(functools.partial(receive, [view(peer, start, stop)], peer))
+        """Returns the sends and receives of bytes of this rank's half, and of its mirrors. A call
+        of NCCL has one of each rank: the first of all, then the second.
+        """
+        rank, backend = self.nodes.rank, self.backend
+        sends = [(peer, view(rank, start, stop)) for peer, start, stop in traffic.sends]
+        receives = [
+            (peer, view(rank if traffic.is_in_place else peer, start, stop))
+            for peer, start, stop in traffic.receives
+        ]
+        if not self.own:
+            calls = [functools.partial(backend.send, [x], peer) for peer, x in sends]
+            return calls + [functools.partial(backend.recv, [x], peer) for peer, x in receives]
+        calls = []
+        while sends or receives:
+            outputs, receives = self._first_of_each(receives)
+            inputs, sends = self._first_of_each(sends)
+            calls.append(functools.partial(backend.alltoall, outputs, inputs))
         return calls
+
+    def _first_of_each(self, messages: list[tuple[int, Tensor]]) -> tuple[list[Tensor], list[Any]]:
+        """Returns the first message of each rank, or an empty tensor, and those that are left."""
+        nothing, left = torch.empty(0, dtype=torch.uint8, device=self.device), []
+        first = [nothing] * self.host.ranks
+        for peer, x in messages:
+            if first[peer] is nothing:
+                first[peer] = x
+            else:
+                left.append((peer, x))
+        return first, left
 
     def begin(self, traffic: Traffic, calls: Sequence[Call]) -> list[tuple[list[int], Any]]:
         """Begins to exchange, on GPUs behind what the current stream was given."""
@@ -74,15 +96,11 @@ class Links:
         # What an error has left of an earlier call is never taken for this one's
         tag = (self.host.epoch * EPOCH + self.host.number) % TAGS
         try:
-            if self.own:
-                self.backend._start_coalescing()
-            works = [call(tag) for call in calls]
-            if self.own:
-                works = [self.backend._end_coalescing()]
+            works = [call(ALL_TO_ALL if self.own else tag) for call in calls]
         except RuntimeError as error:
             self._lose(traffic.peers, error)
         self.last = works[-1]
-        peers = [traffic.peers] if self.own else [[x] for x in traffic.peers]
+        peers = [traffic.peers] * len(works) if self.own else [[x] for x in traffic.peers]
         exchange = list(zip(peers, works))
         self.pending.append(exchange)
         return exchange

@@ -21,12 +21,16 @@ class Message(NamedTuple):
 
 
 class Traffic:
-    """What a rank sends to other nodes, and what it receives of them, in one go."""
+    """What a rank sends to other nodes, and what it receives of them, in one go: into its mirrors,
+    or into the same bytes of its own half (`is_in_place`).
+    """
 
-    __slots__ = ("peers", "received", "receives", "sends")
+    __slots__ = ("is_in_place", "peers", "received", "receives", "sends")
 
-    def __init__(self, sends: Iterable[Message], receives: Iterable[Message]) -> None:
-        self.sends, self.receives = tuple(sends), tuple(receives)
+    def __init__(
+        self, sends: Iterable[Message], receives: Iterable[Message], is_in_place: bool = False
+    ) -> None:
+        self.sends, self.receives, self.is_in_place = tuple(sends), tuple(receives), is_in_place
         self.peers = [x.peer for x in self.sends + self.receives]
         self.received = sum([x.stop - x.start for x in self.receives])  # bytes, or rows
 
@@ -56,16 +60,20 @@ class Nodes:
         return self.members[node][place % len(self.members[node])]
 
     def with_mirrors(self, blocks: Sequence[Any], nbytes: int) -> list[Any]:
-        """Returns the block of every rank, `nbytes` each: of other nodes its mirror, which lies
-        behind its keeper's block.
+        """Returns the block of every rank: of other nodes its mirror, which lies `nbytes` or more
+        behind the beginning of its keeper's.
         """
-        whole = [None if x is None else x[:nbytes] for x in blocks]
+        whole = list(blocks)
         for keeper, owners in self.kept.items():
             for slot, owner in enumerate(owners, 1):
-                whole[owner] = blocks[keeper][slot * nbytes :][:nbytes]
+                whole[owner] = blocks[keeper][slot * nbytes :]
         return whole
 
-    def traffic(self, wanted: Callable[[int, Sequence[int]], Iterable[Bytes]]) -> Traffic:
+    def traffic(
+        self,
+        wanted: Callable[[int, Sequence[int]], Iterable[Bytes]],
+        is_in_place: bool = False,
+    ) -> Traffic:
         """Lists what crosses nodes, where `wanted` returns what readers want of an owner's half."""
         sends = [
             Message(self.keeper(self.rank, node), start, stop=stop)
@@ -78,7 +86,7 @@ class Nodes:
             for owner in self.kept[self.rank]
             for start, stop in joined(wanted(owner, self.mine))
         ]
-        return Traffic(sends, receives)
+        return Traffic(sends, receives, is_in_place=is_in_place)
 
 
 def joined(runs: Iterable[Bytes]) -> list[Bytes]:
