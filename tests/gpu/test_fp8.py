@@ -4,6 +4,8 @@ Norm of the error over the norm of the exact result, in fp64, of what the 8 bits
 of queries, as scores of all would not fit.
 """
 
+import functools
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ import tilewise
 from tilewise.kernels.common.quantized import FP8, Lengths
 from tilewise.kernels.cpu import quantize as plain
 from tilewise.kernels.cpu.hadamard import rotate_back
+from tilewise.kernels.portable import quantize
 
 pytestmark = pytest.mark.gpu
 INT32 = torch.int32
@@ -209,6 +212,30 @@ def test_quantising_gives_what_plain_torch_gives(options):
         torch.testing.assert_close(x.v_drift.cpu(), y.v_drift, rtol=1e-3, atol=0)
 
 
+@pytest.mark.parametrize("used", [None, [1024, 1, 0, 700, 129]])
+@pytest.mark.parametrize("seqlen", [129, 300, 1024])
+def test_short_sequences_have_the_bits_of_separate_launches(seqlen, used, monkeypatch):
+    """Programs wait for each other while matmuls of another stream take SMs from them."""
+    used = used and torch.tensor(used, dtype=INT32, device="cuda").clamp(max=seqlen)
+    fields = lambda x: [t.view(torch.uint8) for t in (*x[:3], *x.scales, x.k_mean, x.v_mean)]  # noqa: E731
+    draws = [normal(seqlen, 128, 1.0, batch=5, heads=(8, 2), seed=seed) for seed in range(2)]
+    draws = [[x.bfloat16() for x in given] for given in draws]
+    with monkeypatch.context() as separately:
+        separately.setattr(quantize, "waits_for_heads", lambda *of: False)
+        separate = functools.partial(quantize.quantize, steps=plain.Steps(True, True, True))
+        options = dict(scales=(None,) * 3, of=Lengths(seqused_k=used))
+        expected = [fields(separate(*given, **options)) for given in draws]
+    noise, other = torch.randn(2048, 2048, device="cuda"), torch.cuda.Stream()
+    differ = torch.zeros((), dtype=torch.bool, device="cuda")
+    for _ in range(40):
+        with torch.cuda.stream(other):
+            noise @ noise
+        for given, pair in zip(draws, expected):
+            found = fields(tilewise.quantize(*given, seqused_k=used))
+            differ |= torch.stack([(a != b).any() for a, b in zip(found, pair)]).any()
+    assert not differ
+
+
 def test_straight_through():
     given = [x.bfloat16().requires_grad_() for x in normal(512, 64)]
     x = tilewise.quantize(*given)
@@ -249,7 +276,8 @@ def test_raw_values_on_two_streams_and_in_a_graph(causal):
     """Programs of two launches wait for blocks of V^T on the same SMs; launches of a captured graph
     share counters. The bits are those of each call alone.
     """
-    calls = [raw(*of) for of in ((3000, 128, 1), (700, 128, 2), (1500, 64, 3), (128, 128, 4))]
+    shapes = (3000, 128), (700, 128), (1500, 64), (128, 128), (1500, 256)
+    calls = [raw(*shape, seed=seed) for seed, shape in enumerate(shapes)]
     attend = lambda x: tilewise.attention(*x, causal=causal)  # noqa: E731
     expected = [attend(x) for x in calls]
     torch.cuda.synchronize()

@@ -8,6 +8,7 @@ from tilewise.kernels.common.operand import operands_of
 from tilewise.kernels.common.quantized import WHOLE, Lengths
 from tilewise.kernels.cpu.quantize import Steps
 from tilewise.kernels.portable import quantize, quantize_memory
+from tilewise.kernels.portable.quantize_rows import ROWS
 
 NO_LENGTHS = Lengths()
 ONE, TABLE = torch.ones(1, 2), torch.ones(150, 32)
@@ -17,6 +18,8 @@ CASES = {
     "the longest": (dict(rows=(1, WHOLE)), True),
     "without means": (dict(steps=Steps(True, False, False)), True),
     "long": (dict(rows=(1, WHOLE + 1)), False),
+    "one block": (dict(rows=(1, ROWS.value)), False),
+    "the shortest": (dict(rows=(1, ROWS.value + 1)), True),
     "packed": (dict(of=Lengths(*[ints(0, 150)] * 2)), False),
     "a given scale": (dict(scales=(None, ONE, None)), False),
     "turned": (dict(tables=(TABLE, TABLE)), False),

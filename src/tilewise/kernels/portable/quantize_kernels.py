@@ -110,12 +110,7 @@ def add_pairs(a, b, other_a, other_b):
 
 @triton.jit
 def quantize_cast_kernel(
-    a,
-    b,
-    OF_A: tl.constexpr,
-    OF_B: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    IS_AGAIN: tl.constexpr,
+    a, b, OF_A: tl.constexpr, OF_B: tl.constexpr, BLOCKS: tl.constexpr, IS_AGAIN: tl.constexpr
 ):
     """Codes, or V^T, of each block of two operands, or of one; BLOCKS a program."""
     # Last blocks first: those are what the second level of caches still holds

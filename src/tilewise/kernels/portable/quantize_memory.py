@@ -55,13 +55,15 @@ def hadamard_of(x: Any, recipe: Recipe) -> int:
 
 def waits_for_heads(operands: dict[str, Any], recipes: Sequence[Recipe]) -> bool:
     """Whether the programs that share a scale wait for each other, as in `quantize_short.py`: in
-    the calls that were timed and compiled without spills, if all these programs fit on the GPU.
+    the calls that were timed and compiled without spills, of more than one block (of one row bits
+    differed from those of separate launches on an H100), if all these programs fit on the GPU.
     """
     q, k, v = (operands[name] for name in "qkv")
     absent = ("q_scale", "k_scale", "v_scale", "cu_seqlens_q", "cu_seqlens_k", "cos")
     if any(operands[name] is not None for name in absent) or architecture(q.device) != "sm90":
         return False
-    is_short = max(q.shape[1], k.shape[1]) <= WHOLE and recipes[0].rotates
+    lengths = q.shape[1], k.shape[1]
+    is_short = COLUMNS < min(lengths) and max(lengths) <= WHOLE and recipes[0].rotates
     is_wide = any(x.dtype.itemsize > 2 for x in (q, k, v))
     if not is_short or is_wide or (q.shape[3], v.shape[3]) != (HEADDIM, HEADDIM):
         return False
