@@ -31,7 +31,7 @@ from triton.runtime.autotuner import Autotuner, Heuristics
 from triton.runtime.jit import JITFunction
 
 from ..source import as_compiled
-from . import known_types
+from . import known_types, operators
 from .guard import checked_integers, guarded, unchecked_integers
 from .repair import repair
 
@@ -139,6 +139,7 @@ def _language() -> Iterator[tuple[Any, str, Any]]:
         yield kind, "__call__", _call_helper
         yield kind, "__get__", _bind_method  # x.sum(1)
     yield from known_types.patches()
+    yield from operators.patches()
     yield tl.tensor, "__bool__", _truth
     yield tl.tensor, "__index__", lambda self: int(self.handle.data.reshape(-1)[0])
     for module in (tl, tl.core):
