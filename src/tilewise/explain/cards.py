@@ -7,7 +7,7 @@ cores. `measured` is what a large matmul and a plain read reached here, where th
 from __future__ import annotations
 
 import functools
-import time
+import timeit
 from typing import NamedTuple
 
 import torch
@@ -57,6 +57,7 @@ WARPS = {"sm80": 64, "sm89": 48, "sm90": 64, "sm100": 64, "sm120": 48}  # on one
 PROGRAMS = {"sm80": 32, "sm89": 24, "sm90": 32, "sm100": 32, "sm120": 24}
 # bf16 matmul of 8192^3 at its best (695 to 744 in several runs), and a plain read of 4 GiB
 _H200 = Roof(744.0, 4.42, source="measured on an H200: matmul of 8192^3 in bf16, a plain read")
+ENOUGH = 0.01  # seconds that a matmul takes to say how fast a CPU is
 CARDS = {
     card.name: card
     for card in (
@@ -101,21 +102,20 @@ def card_named(device: str) -> Card | None:
 @functools.cache
 def cpu_roof(dtype: torch.dtype, size: int = 1024, nbytes: int = 64 << 20) -> Roof:
     """The roof of this CPU, measured in a fraction of a second: the best of three of a matmul and a
-    copy.
+    copy. `size` is the widest matmul; a CPU without instructions for `dtype` has a narrower one.
     """
-    x = torch.randn(size, size).to(dtype)
     source = torch.zeros(nbytes, dtype=torch.uint8)
     target = torch.empty_like(source)
 
     def best(call) -> float:
-        times = []
-        for _ in range(4):
-            start = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - start)
-        return min(times[1:])
+        return min(timeit.repeat(call, repeat=4, number=1)[1:])
 
-    tflops = 2 * size**3 / best(lambda: x @ x) / 1e12
+    width, seconds = min(size, 128) // 2, 0.0
+    while width < size and seconds < ENOUGH:
+        width *= 2
+        x = torch.randn(width, width).to(dtype)
+        seconds = best(functools.partial(torch.mm, x, x))
+    tflops = 2 * width**3 / seconds / 1e12
     bandwidth = 2 * nbytes / best(lambda: target.copy_(source)) / 1e12
     name = str(dtype).removeprefix("torch.")
-    return Roof(tflops, bandwidth, source=f"measured now: matmul of {size}^3 in {name}, a copy")
+    return Roof(tflops, bandwidth, source=f"measured now: matmul of {width}^3 in {name}, a copy")
