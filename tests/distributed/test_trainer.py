@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ class LongSequenceTrainer(transformers.Trainer):
         options = dict(batch_size=self._train_batch_size, collate_fn=self.data_collator)
         return DataLoader(self.train_dataset, shuffle=True, generator=order, **options)
 
-    def training_step(self, model, inputs, num_items_in_batch=None):
+    def training_step(self, model, inputs, num_items_in_batch: Any = None):
         ids, labels = inputs["input_ids"], inputs["labels"]
         layout = td.zigzag(ids.shape[1])
         labels = layout.shard(layout.shifted(labels))
@@ -86,8 +87,12 @@ def shards(rank, options, losses, weights):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, dict(gradient_accumulation_steps=2, recomputes=True)],
-    ids=["plain", "accumulated and recomputed"],
+    [
+        pytest.param({}, id="plain", marks=pytest.mark.slow),  # the other does all that this does
+        pytest.param(
+            dict(gradient_accumulation_steps=2, recomputes=True), id="accumulated and recomputed"
+        ),
+    ],
 )
 def test_losses_and_weights_are_those_of_one_process(options):
     class Alone(LongSequenceTrainer):
