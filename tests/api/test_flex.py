@@ -231,6 +231,58 @@ def test_joined_masks_are_those_of_the_algebra():
     assert not mods.mask(or_masks()).dense(1, 1, 2, 2).any()
 
 
+def by_distance(table, q_idx, kv_idx):
+    return table[q_idx - kv_idx]
+
+
+FROM_THE_END = {
+    "difference": by_distance,
+    "shifted": lambda table, q_idx, kv_idx: table[q_idx - 5] * table[kv_idx - 96],
+    "read": lambda table, q_idx, kv_idx: table[DOCUMENTS[kv_idx] - 3],
+    "constant": lambda table, q_idx, kv_idx: table[-1] * table[kv_idx],
+}
+
+
+@FREE
+@pytest.mark.parametrize("name", FROM_THE_END)
+def test_negative_indices_count_from_the_end(name):
+    read, tensors = FROM_THE_END[name], qkv()
+    table = torch.randn(96, generator=torch.Generator().manual_seed(3)).requires_grad_()
+
+    def biased(score, b, h, q_idx, kv_idx):
+        return score + read(table, q_idx, kv_idx)
+
+    def seen(b, h, q_idx, kv_idx):
+        return (read(table.detach(), q_idx, kv_idx) > 0) | (q_idx == kv_idx)
+
+    got, want = (f(*tensors, score_mod=biased) for f in (tilewise.flex_attention, of_torch))
+    torch.testing.assert_close(got, want)
+    grads = [torch.autograd.grad(out.square().sum(), table)[0] for out in (got, want)]
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-4)
+    dense = flex.create_mask(seen, 1, 1, 96, 96, device="cpu")
+    assert torch.equal(mods.mask(seen).dense(1, 1, 96, 96), dense)
+    blocks = create_block_mask(seen, 1, 1, 96, 96, block=(32, 32))
+    assert torch.equal(blocks.kinds() > 0, blocks_of(seen, 1, 1).to_dense() > 0)
+
+
+def test_block_masks_are_created_as_torchs():
+    named = dict(B=None, H=None, Q_LEN=96, KV_LEN=64, device="cpu", BLOCK_SIZE=32, _compile=False)
+    want = create_block_mask(same_document, 1, 1, 96, 64, block=(32, 32))
+    for made in (
+        create_block_mask(mask_mod=same_document, **named),
+        create_block_mask(same_document, None, None, 96, 64, "cpu", 32),
+        create_block_mask(same_document, 1, nheads=None, Q_LEN=96, KV_LEN=64, BLOCK_SIZE=(32, 32)),
+    ):
+        assert made.shape == want.shape and made.block == want.block
+        assert torch.equal(made.kinds(), want.kinds())
+    names = inspect.signature(flex.create_block_mask).parameters.keys() - {"device"}
+    assert names <= from_flex.NAMES.keys()
+    with pytest.raises(TypeError, match="both block= and BLOCK_SIZE="):
+        create_block_mask(same_document, 1, 1, 96, 64, block=(32, 32), BLOCK_SIZE=32)
+    with pytest.raises(TypeError, match="'BLOCKSIZE'"):
+        create_block_mask(same_document, 1, 1, 96, 64, BLOCKSIZE=32)
+
+
 def test_they_are_masks_wherever_one_is():
     q, k, v = (x.transpose(1, 2) for x in qkv())
     joined = and_masks(causal, same_document)

@@ -30,7 +30,7 @@ def predicates(leaves: int = 12):
 
     small, positive = st.integers(-9, 40).map(str), st.integers(1, 12).map(str)
     load = st.sampled_from(
-        ["doc[q]", "doc[k]", "docs[b, q]", "docs[b, k]", "docs[1, k]", "doc[k + 2]"]
+        ["doc[q]", "doc[k]", "docs[b, q]", "docs[b, k]", "docs[1, k]", "doc[k - 2]"]
         + ["doc[maximum(q - 3, 0)]", "doc[q // 2]", "doc[h]"]
     )
     index = st.sampled_from(["q", "k", "q", "k", "(q - k)", "b", "h"])

@@ -162,16 +162,32 @@ def test_answers_broadcast_over_the_tile(name, run):
 def test_ragged_tiles_read_within_captured_tensors(run, turned):
     """Both runs check every address against the tensors' memory; 9 queries and 9 keys are real."""
     doc, bias, table = DOC[:9].clone(), PAIRS[:9, :9].clone(), PAIRS[:3, :7].clone()
-    for mod in (
-        document(doc),
-        mask(partial(lambda x, b, h, q, k: x[q] ^ x[k], doc == 0)),
-        score(lambda s, b, h, q, k: s + bias[q, k] + bias[8, k] - bias[q + 1, k]),
-        score(lambda s, b, h, q, k: s + table[h, k - q + 3] + table[0, k - 20]),
+
+    def held(i, n):
+        return torch.clamp(torch.where(i < 0, i + n, i), 0, n - 1)
+
+    for mod, as_read in (
+        (document(doc), document(doc)),
+        (flags := mask(partial(lambda x, b, h, q, k: x[q] ^ x[k], doc == 0)), flags),
+        (
+            score(lambda s, b, h, q, k: s + bias[q, k] + bias[8, k] - bias[q + 1, k]),
+            score(lambda s, b, h, q, k: s + bias[q, k] + bias[8, k] - bias[held(q + 1, 9), k]),
+        ),
+        (
+            score(lambda s, b, h, q, k: s + table[h, k - q + 3] + table[0, k - 20]),
+            score(
+                lambda s, b, h, q, k: s + table[h, held(k - q + 3, 7)] + table[0, held(k - 20, 7)]
+            ),
+        ),
+        (
+            score(lambda s, b, h, q, k: s + doc[doc[q] - k] * 0.5),
+            score(lambda s, b, h, q, k: s + doc[held(doc[q] - k, 9)] * 0.5),
+        ),
     ):
         given, constants = arguments(mod, q_start=5, k_start=2, turned=turned)
         run(given, constants)
         x, out, *at, _ = given
-        expected = expected_of(mod, x, *at, turned)
+        expected = expected_of(as_read, x, *at, turned)
         real = (slice(9 - 2), slice(9 - 5)) if turned else (slice(9 - 5), slice(9 - 2))
         torch.testing.assert_close(out[real], expected[real], rtol=1e-5, atol=1e-5)
         assert not out.isnan().any()

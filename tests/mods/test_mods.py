@@ -12,6 +12,7 @@ from tilewise import ArgumentError, attention
 from tilewise.mods import (
     causal,
     chunked,
+    codegen,
     dilated,
     document,
     evaluate,
@@ -24,6 +25,7 @@ from tilewise.mods import (
     sliding_window,
     where,
 )
+from tilewise.sparse import create_block_mask
 
 DOC = torch.tensor([0, 0, 1, 1, 1, 3, 3, 2, 2, 2, 2, 5], dtype=torch.int32)
 DOCS = torch.stack([DOC, DOC.flip(0)])
@@ -163,10 +165,44 @@ def test_tensors_that_kernels_cannot_load_are_refused(name, make):
     assert what in str(raised.value) and remedy in str(raised.value)
 
 
-def test_indices_past_an_end_read_the_end():
-    made = mask(lambda b, h, q, k: DOC[q - 1] == DOC[k + 2])
-    before, after = DOC[(Q - 1).clamp(min=0)], DOC[(K + 2).clamp(max=S - 1)]
-    assert torch.equal(made.dense(1, 1, S, S)[0, 0], before == after)
+def test_negative_indices_count_from_the_end():
+    made = mask(lambda b, h, q, k: (DOC[q - 1] == DOC[k - q]) & (DOCS[-1, q] != DOC[-2]))
+    expected = (DOC[Q - 1] == DOC[K - Q]) & (DOCS[-1, Q] != DOC[-2])
+    assert torch.equal(made.dense(1, 1, S, S)[0, 0], expected)
+    assert mask(lambda b, h, q, k: DOC[-1] == q).key == mask(lambda b, h, q, k: DOC[S - 1] == q).key
+
+
+@pytest.mark.parametrize("index", [lambda q: q + 2, lambda q: 2 - 2 * q])
+def test_computed_indices_past_an_end_are_an_error(index):
+    made = mask(lambda b, h, q, k: DOC[index(q)] == DOC[k])
+    for evaluated in (lambda: made.dense(1, 1, S, S), lambda: create_block_mask(made, 1, 1, S, S)):
+        with pytest.raises(ArgumentError, match=r"shape \(12,\): index .*torch\.clamp"):
+            evaluated()
+
+
+FROM_THE_END = {
+    "difference": lambda q, k: q - k,
+    "shifted": lambda q, k: q - 5,
+    "chosen": lambda q, k: torch.where(q < k, 0, q - k),
+    "loaded": lambda q, k: DOC[q],
+    "negated": lambda q, k: -q,
+}
+NEVER_NEGATIVE = {
+    "plain": lambda q, k: k,
+    "quotient": lambda q, k: q // 4,
+    "remainder": lambda q, k: (q - k) % 4,
+    "sum": lambda q, k: 2 * q + k,
+    "distance": lambda q, k: abs(q - k),
+    "held": lambda q, k: maximum(k - q, 0),
+    "bytes": lambda q, k: DOC.to(torch.uint8)[q],
+}
+
+
+@pytest.mark.parametrize("name", FROM_THE_END | NEVER_NEGATIVE)
+def test_kernels_count_from_the_end_where_indices_may_be_negative_alone(name):
+    index = (FROM_THE_END | NEVER_NEGATIVE)[name]
+    text = codegen.source_of(mask(lambda b, h, q, k: DOC[index(q, k)] == 1).expr)
+    assert (" + captured[0].sizes[0], " in text) == (name in FROM_THE_END)
 
 
 def test_masks_inside_masks():
@@ -253,7 +289,7 @@ UNTRACEABLE = {
     "slice": (lambda b, h, q, k: DOC[q:] == 1, "q_idx as a Python number", "torch tensor"),
     "ellipsis": (lambda b, h, q, k: DOCS[..., q] == 1, "Ellipsis", "not a slice, None or ..."),
     "by bool": (lambda b, h, q, k: DOC[q > k] == 1, "indexed by (k_idx < q_idx)", "use integers"),
-    "negative": (lambda b, h, q, k: DOCS[-1, q] == 1, "indexed by", "constants must lie in [0, 2)"),
+    "negative": (lambda b, h, q, k: DOCS[-3, q] == 1, "indexed by", "must lie in [-2, 2)"),
     "bool - int": (
         lambda b, h, q, k: (q > k) - 1 > 0,
         "`-` does not take (k_idx < q_idx) (bool)",

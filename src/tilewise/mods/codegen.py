@@ -45,7 +45,7 @@ from .expressions import (
     takes_floats,
 )
 from .serialize import check_tree
-from .widths import BITS_32, BITS_64, Range, long_nodes, ranges_of
+from .widths import BITS_32, BITS_64, Range, long_nodes, ranges_of, wraps
 
 Tensor = torch.Tensor
 CONSTANTS = (BOOL, INT, FLOAT)
@@ -239,8 +239,8 @@ class _Lines:
 
     def _load(self, node: Node) -> str:
         """A captured element, by 64-bit offsets and from within the tensor: computed indices are
-        held at its ends, and q_idx at its first. Where q_idx or k_idx itself lies past its last, in
-        a ragged tile, 0 is read. b, h and constants lie within: callers check.
+        held at its ends (`_within`), and q_idx at its first. Where q_idx or k_idx itself lies past
+        its last, in a ragged tile, 0 is read. b, h and constants lie within: callers check.
         """
         # A mask, not a minimum: it leaves the compiler to see that keys are neighbours. A bias in
         # fp32 takes 32 loads of 16 bytes a thread, with a minimum 128 of 4 (128 x 128 on sm_90)
@@ -252,10 +252,17 @@ class _Lines:
                 within.append(f"({index} < {tensor}.sizes[{d}])")
                 index = f"tl.maximum({index}, 0)" if op == "q_idx" else index
             elif op not in ("b", "h", INT):
-                index = f"tl.minimum(tl.maximum({index}, 0), {tensor}.sizes[{d}] - 1)"
+                index = self._within(node, d, size=f"{tensor}.sizes[{d}]")
             address.append(f"tl.cast({index}, tl.int64) * {tensor}.strides[{d}]")
         mask = f", mask={' & '.join(within)}, other=0" if within else ""
         return f"tl.cast(tl.load({' + '.join(address)}{mask}), {self._type(node)})"
+
+    def _within(self, load: Node, d: int, size: str) -> str:
+        """An index of a load, from the end where it may be negative, and held at both ends."""
+        index = self.values[load.inputs[d]]
+        if wraps(load)[d]:
+            index = f"tl.where({index} < 0, {index} + {size}, {index})"
+        return f"tl.minimum(tl.maximum({index}, 0), {size} - 1)"
 
     def _type(self, node: Node) -> str:
         return INT64 if node in self.long else TYPES[node.kind]
@@ -268,6 +275,6 @@ class _Lines:
         for d, part in enumerate(node.inputs):
             index = self.values[part]
             if part.op not in ("b", "h", INT):
-                index = f"tl.minimum(tl.maximum({index}, 0), {tensor}.sizes[{d}] - 1)"
+                index = self._within(node, d, size=f"{tensor}.sizes[{d}]")
             indices.append(f"tl.cast({index}, tl.int64)")
         return indices

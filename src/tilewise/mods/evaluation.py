@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from ..errors import ArgumentError
 from .expressions import (
     FLOAT,
     INDICES,
@@ -15,9 +16,11 @@ from .expressions import (
     SCORE,
     Node,
     compute,
+    describe,
     kind_of_dtype,
     takes_floats,
 )
+from .widths import wraps
 
 Tensor = torch.Tensor
 # What needs no care where the second operand is a positive constant.
@@ -88,22 +91,39 @@ def _leaf(node: Node, index: list, leaves: dict[str, Tensor], tensors, dtype) ->
     if node.op in leaves:
         return leaves[node.op]
     if node.op == "load":
-        values = load(tensors[node.value[0]], index)
+        values = load(tensors[node.value[0]], node, index)
         return values.to(dtype) if node.kind == FLOAT else values
     kind = dtype if node.op == FLOAT else None
     return torch.full((), node.value, dtype=kind, device=leaves["q_idx"].device)
 
 
-def load(x: Tensor, index: list) -> Tensor:
-    """The elements of a captured tensor at clamped indices; integers come as int64."""
+def load(x: Tensor, node: Node, index: list) -> Tensor:
+    """The elements that a load reads of a captured tensor; integers come as int64."""
     if x.dtype in (torch.uint16, torch.uint32):  # which torch does not index on every device
         x = x.to(torch.int64)
-    indices = [
-        i.to(x.device).clamp(0, n - 1)
-        if isinstance(i, Tensor)
-        else torch.full((), i, device=x.device)
-        for i, n in zip(index, x.shape)
-    ]
-    # Not x[...]: under vmap that asks for the value of an index
-    values = torch.ops.aten.index.Tensor(x, indices) if indices else x
+    index = [torch.full((), i, device=x.device) if isinstance(i, int) else i for i in index]
+    indices = within(x, node, [i.to(x.device) for i in index])
+    try:  # Not x[...]: under vmap that asks for the value of an index
+        values = torch.ops.aten.index.Tensor(x, indices) if indices else x
+    except IndexError as error:
+        raise ArgumentError(
+            f"{describe(node)} of a captured tensor of shape {tuple(x.shape)}: {error}; keep "
+            "computed indices in it, with torch.clamp or %"
+        ) from error
     return values.to(torch.int64) if kind_of_dtype(x.dtype) == INT else values
+
+
+def within(x: Tensor, node: Node, index: list[Tensor]) -> list[Tensor]:
+    """The indices of a load of a tensor, which count from the end where they are negative and
+    `wraps` says so. Computed ones past either end are left for torch to refuse on a CPU; elsewhere
+    they are held there, as in kernels.
+    """
+    indices = []
+    for i, n, part, may_wrap in zip(index, x.shape, node.inputs, wraps(node)):
+        if part.op in INDICES or part.op == INT:
+            indices.append(i.clamp(0, n - 1))
+        elif i.is_cpu:
+            indices.append(i if may_wrap else i.clamp(min=0))
+        else:
+            indices.append((torch.where(i < 0, i + n, i) if may_wrap else i).clamp(0, n - 1))
+    return indices

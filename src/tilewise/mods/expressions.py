@@ -9,9 +9,10 @@ Integers are exact within 64 bits and wrap beyond, the same in torch and in kern
 in 32 bits what is seen to fit (`mods.widths`). `//` and `%` round down as Python's do, x // 0 is
 0 and x % 0 is x; a shift by less than 0 or more than 63 bits moves every bit out, so that << gives
 0 and >> the sign, 0 or -1. Constants that divide by 0 or shift so are refused. Floats are fp32, or
-fp64 in torch where the score is; an integer that meets one becomes one, rounded. An index past
-either end of a tensor reads its first or last element: that is what lets
-`where(q_idx > 0, doc[q_idx - 1], -1)` be asked at query 0.
+fp64 in torch where the score is; an integer that meets one becomes one, rounded. A negative
+index of a tensor counts from its end, as in torch, so that `where(q_idx > 0, doc[q_idx - 1], -1)`
+can be asked at query 0. One past either end is an ArgumentError in torch on a CPU; kernels, which
+cannot raise, read the first or last element there.
 """
 
 from __future__ import annotations

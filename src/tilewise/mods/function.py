@@ -98,8 +98,8 @@ class TracedFunction:
 
 
 def check_sizes(function: TracedFunction, shape: tuple[int, int, int, int]) -> None:
-    """Checks that captured tensors have an element for every position (indices with offsets are
-    clamped); `shape` is batch, nheads, seqlen_q and seqlen_k.
+    """Checks that captured tensors have an element for every position (computed indices are checked
+    where torch reads them, on a CPU); `shape` is batch, nheads, seqlen_q and seqlen_k.
     """
     sizes: dict[str, int] = dict(zip(INDICES, shape))
     if not torch.compiler.is_compiling():  # to a compiler that would be a guard; operators ask too

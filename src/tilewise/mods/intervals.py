@@ -12,35 +12,19 @@ last index is q_idx or k_idx plus a constant: by its minimum and maximum over th
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable
-from typing import Any, Generic, NamedTuple, TypeVar
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
 from .evaluation import load
 from .expressions import BOOL, FLOAT, INT, Node, compute
+from .widths import EXACTLY, Interval, hull
 
 Tensor = torch.Tensor
-End = TypeVar("End")
 EXACT = 2.0**52
 # Steps of one or two numbers of 64 bits that never wrap: one end may be open alone
 BOUNDED = {"load", "where", "minimum", "maximum", "//", "%", ">>", "&", "|", "^", "~"}
-
-
-class Interval(NamedTuple, Generic[End]):
-    """The ends, which belong to it: float64 or bool tensors, or integers."""
-
-    lo: End
-    hi: End
-
-    def fits(self: Interval[int], other: Interval[int]) -> bool:
-        """Whether it lies in another."""
-        return other.lo <= self.lo and self.hi <= other.hi
-
-    def has(self: Interval[int], value: int) -> bool:
-        """Whether a value is in it."""
-        return self.lo <= value <= self.hi
 
 
 class Blocks(NamedTuple):
@@ -109,7 +93,7 @@ def _load(expr: Node, blocks: Blocks, tensors: tuple[Tensor, ...]) -> Interval:
         return _anything(expr.kind, blocks)
     index = [getattr(blocks, i.op) if i.op in ("b", "h") else i.value for i in leading]
     if last.op in ("b", "h", INT):
-        values = load(x, [*index, getattr(blocks, last.op) if last.op != INT else last.value])
+        values = load(x, expr, [*index, getattr(blocks, last.op) if last.op != INT else last.value])
         return _one(values if values.dtype == torch.bool else values.double())
     name, offset = _shifted(last)
     if name is None:
@@ -118,7 +102,7 @@ def _load(expr: Node, blocks: Blocks, tensors: tuple[Tensor, ...]) -> Interval:
     positions = getattr(blocks, name) + offset
     positions = positions[:, None] if name == "q_idx" else positions
     index = [i[..., None] if isinstance(i, Tensor) else i for i in index]
-    values = load(x, [*index, positions])
+    values = load(x, expr, [*index, positions])
     lo, hi = torch.aminmax(values.to(torch.uint8) if values.dtype == torch.bool else values, dim=-1)
     dtype = torch.bool if values.dtype == torch.bool else torch.float64
     return Interval(lo.to(dtype), hi.to(dtype))
@@ -135,22 +119,6 @@ def _shifted(index: Node) -> tuple[str | None, int]:
         if index.op == "+" and x.op == INT and y.op in ("q_idx", "k_idx"):
             return y.op, x.value
     return None, 0
-
-
-def least(x: Any, y: Any) -> Any:
-    """The smaller of two ends."""
-    return min(x, y) if isinstance(x, int) else torch.minimum(x, y)
-
-
-def most(x: Any, y: Any) -> Any:
-    """The larger of two ends."""
-    return max(x, y) if isinstance(x, int) else torch.maximum(x, y)
-
-
-def hull(values: Iterable[Any]) -> Interval:
-    """The interval of a box's corners, for what is monotone in each operand."""
-    corners = list(values)
-    return Interval(functools.reduce(least, corners), functools.reduce(most, corners))
 
 
 def _open_unless(is_known: Tensor, lo: Tensor, hi: Tensor) -> Interval:
@@ -223,16 +191,6 @@ _OF_BOOLS: dict[str, Callable[..., Interval]] = {
     "==": lambda x, y: _not(_differ_bool(x, y)),
     "~": _not,
     "where": _chosen,
-}
-# Of tensors, and of single integers (`mods.widths`)
-EXACTLY: dict[str, Callable[..., Interval]] = {
-    "+": lambda x, y: Interval(x.lo + y.lo, x.hi + y.hi),
-    "-": lambda x, y: Interval(x.lo - y.hi, x.hi - y.lo),
-    "*": lambda x, y: hull(a * b for a in x for b in y),
-    "~": lambda x: Interval(-x.hi - 1, -x.lo - 1),
-    "neg": lambda x: Interval(-x.hi, -x.lo),
-    "minimum": lambda x, y: Interval(least(x.lo, y.lo), least(x.hi, y.hi)),
-    "maximum": lambda x, y: Interval(most(x.lo, y.lo), most(x.hi, y.hi)),
 }
 _OF_INTS: dict[str, Callable[..., Interval]] = {
     **EXACTLY,

@@ -285,7 +285,8 @@ def tree(ancestors: Tensor, seqused_k: Tensor, cu_seqlens_q: Tensor) -> Mask:
 
     def predicate(b, h, q_idx, kv_idx):
         draft = kv_idx - first[b]
-        bits = ancestors[starts[b] + q_idx - first[b]] >> maximum(draft, 0)
+        row = maximum(starts[b] + q_idx - first[b], 0)  # below, before the drafts: of no effect
+        bits = ancestors[row] >> maximum(draft, 0)
         return (draft < 0) | ((bits & 1) == 1)
 
     return mask(predicate)

@@ -15,7 +15,7 @@ from .derivative import derivative as derive
 from .expressions import Node
 from .function import TracedFunction, check_tensor
 from .symbols import Symbol
-from .trace import SCORE_FUNCTION, trace
+from .trace import SCORE_FUNCTION, maximum, minimum, trace
 from .trace_cache import trace_once
 
 Tensor = torch.Tensor
@@ -165,4 +165,8 @@ def relative_bias(table: Tensor) -> ScoreMod:
             "distances before the diagonal as after it"
         )
     reach = table.shape[1] // 2
-    return score(lambda score, b, h, q_idx, kv_idx: score + table[h, kv_idx - q_idx + reach])
+
+    def biased(score, b, h, q_idx, kv_idx):
+        return score + table[h, minimum(maximum(kv_idx - q_idx + reach, 0), 2 * reach)]
+
+    return score(biased)

@@ -178,14 +178,17 @@ class Tracer(TorchFunctionMode):
                 "slice, None or ..."
             )
         operands = [self.lift(i) for i in index]
-        for symbol, size in zip(operands, x.shape):
+        for d, (symbol, size) in enumerate(zip(operands, x.shape)):
             if symbol.kind != INT:
                 raise ArgumentError(f"a captured tensor is indexed by {symbol!r}: use integers")
-            if symbol.node.op == INT and not 0 <= symbol.node.value < size:
+            if symbol.node.op != INT or 0 <= symbol.node.value < size:
+                continue
+            if not -size <= symbol.node.value < 0:
                 raise ArgumentError(
                     f"a captured tensor of shape {tuple(x.shape)} is indexed by {symbol!r}: "
-                    f"constants must lie in [0, {size})"
+                    f"constants must lie in [-{size}, {size})"
                 )
+            operands[d] = self.lift(symbol.node.value + int(size))
         slot = next((i for i, tensor in enumerate(self.tensors) if tensor is x), len(self.tensors))
         if slot == len(self.tensors):
             self.tensors.append(x)

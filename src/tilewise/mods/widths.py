@@ -8,31 +8,84 @@ stand before key 0. Past 64 bits a value wraps, and may be any.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
-from .expressions import INT, MAX_SIZES, Node
+from .expressions import INT, MAX_SIZES, TABLE_SIZE, Node, nodes_of
 from .integers import LAST_BIT
-from .intervals import EXACTLY, Interval, hull
 
+End = TypeVar("End")
+
+
+class Interval(NamedTuple, Generic[End]):
+    """The ends, which belong to it: float64 or bool tensors, or integers."""
+
+    lo: End
+    hi: End
+
+    def fits(self: Interval[int], other: Interval[int]) -> bool:
+        """Whether it lies in another."""
+        return other.lo <= self.lo and self.hi <= other.hi
+
+    def has(self: Interval[int], value: int) -> bool:
+        """Whether a value is in it."""
+        return self.lo <= value <= self.hi
+
+
+def least(x: Any, y: Any) -> Any:
+    """The smaller of two ends."""
+    return min(x, y) if isinstance(x, int) else torch.minimum(x, y)
+
+
+def most(x: Any, y: Any) -> Any:
+    """The larger of two ends."""
+    return max(x, y) if isinstance(x, int) else torch.maximum(x, y)
+
+
+def hull(values: Iterable[Any]) -> Interval:
+    """The interval of a box's corners, for what is monotone in each operand."""
+    corners = list(values)
+    return Interval(functools.reduce(least, corners), functools.reduce(most, corners))
+
+
+# Of single integers, and of tensors (`mods.intervals`)
+EXACTLY: dict[str, Callable[..., Interval]] = {
+    "+": lambda x, y: Interval(x.lo + y.lo, x.hi + y.hi),
+    "-": lambda x, y: Interval(x.lo - y.hi, x.hi - y.lo),
+    "*": lambda x, y: hull(a * b for a in x for b in y),
+    "~": lambda x: Interval(-x.hi - 1, -x.lo - 1),
+    "neg": lambda x: Interval(-x.hi, -x.lo),
+    "minimum": lambda x, y: Interval(least(x.lo, y.lo), least(x.hi, y.hi)),
+    "maximum": lambda x, y: Interval(most(x.lo, y.lo), most(x.hi, y.hi)),
+}
 Range = Interval[int]
 BITS_32, BITS_64 = Range(-(2**31), 2**31 - 1), Range(-(2**63), 2**63 - 1)
 
 
-def ranges_of(nodes: list[Node]) -> dict[Node, Range]:
+@functools.lru_cache(maxsize=TABLE_SIZE)
+def wraps(load: Node) -> tuple[bool, ...]:
+    """Which indices of a load count from the end where they are negative, as in torch. The others
+    are negative only where q_idx is, and are held at 0 there.
+    """
+    ranges = ranges_of(nodes_of(load), first_q=0)
+    return tuple(ranges[index].lo < 0 for index in load.inputs)
+
+
+def ranges_of(nodes: list[Node], first_q: int = -MAX_SIZES["q_idx"]) -> dict[Node, Range]:
     """The range of each node that is an integer, of nodes with all their inputs before them."""
     ranges: dict[Node, Range] = {}
     for node in nodes:
         if node.kind == INT:
-            ranges[node] = _range(node, [ranges[x] for x in node.inputs if x in ranges])
+            ranges[node] = _range(node, [ranges[x] for x in node.inputs if x in ranges], first_q)
     return ranges
 
 
-def _range(node: Node, operands: list[Range]) -> Range:
+def _range(node: Node, operands: list[Range], first_q: int) -> Range:
     if node.op in MAX_SIZES:
-        most = MAX_SIZES[node.op]
-        return Range(-most if node.op == "q_idx" else 0, most - 1)
+        return Range(first_q if node.op == "q_idx" else 0, MAX_SIZES[node.op] - 1)
     if node.op == INT:
         return Range(node.value, node.value)
     if node.op == "load":

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...mods.evaluation import evaluate
+from ...mods.evaluation import evaluate, within
 from ...mods.expressions import Node, lookup
 from ...tile import dropout_numbers, random_bytes
 from .dense import Dense, Modifiers, QueryRange
@@ -95,7 +95,7 @@ def add_captured(ds: Tensor, slopes: list[Tensor], tile: TileIndices) -> None:
     for target, slope in zip(modifiers.targets, slopes):
         share = torch.where(ds == 0, 0, ds * slope)  # masked: a slope may be inf
         index = [tile.evaluate(node, modifiers.of_score) for node in target.load.inputs]
-        index = [x.clamp(0, n - 1) for x, n in zip(index, target.grad.shape)]
+        index = within(target.grad, target.load, index)
         shape = torch.broadcast_shapes(*(x.shape for x in index))
         shape = (1,) * (share.dim() - len(shape)) + tuple(shape)
         index = tuple(x.expand(shape) for x in index)
