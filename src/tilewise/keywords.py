@@ -107,14 +107,6 @@ CACHE = {
     "sm_margin": NO_EFFECT,
     "scheduler_metadata": NO_EFFECT,
 }
-BLOCK_MASK = {
-    "mask_mod": "mask",
-    "B": "batch",
-    "H": "nheads",
-    "Q_LEN": "seqlen_q",
-    "KV_LEN": "seqlen_k",
-    "BLOCK_SIZE": "block",
-}
 THEIRS = CACHE | FLEX | SDPA | FLASH
 # Arguments of drop-in functions that mean less or more than what is asked for here
 NARROWER = "attention_chunk", "cache_batch_idx"
@@ -155,8 +147,6 @@ def unexpected(name: str, unknown: Iterable[str]) -> TypeError:
 
 
 def _answer(unknown: str, arguments: list[str]) -> str:
-    if BLOCK_MASK.get(unknown) in arguments:
-        return f": here it is {BLOCK_MASK[unknown]}="
     hint = THEIRS.get(unknown, Word(unknown)).hint
     meant = _meanings(unknown)
     same = [x for x in meant if x in arguments]

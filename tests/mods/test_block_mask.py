@@ -77,7 +77,7 @@ MASKS = {
     "nothing": mask(lambda b, h, q, k: False),
     "heads": mask(lambda b, h, q, k: (q - k < 20 * (h + 1)) & (q >= k)),
     "flags": mask(lambda b, h, q, k: FLAGS[q] & FLAGS[k]) & causal(),
-    "shifted": mask(lambda b, h, q, k: (RAMP[q - 90] < RAMP[20 + k]) & (RAMP[q + 9] > k)),
+    "shifted": mask(lambda b, h, q, k: (RAMP[q - 90] < RAMP[k - 280]) & (RAMP[9 - q] > k)),
     "rows": mask(lambda b, h, q, k: FLAGS[q]),
     "floats": mask(lambda b, h, q, k: (q - k) * 0.5 < 31.5),
     "one number": mask(lambda b, h, q, k: torch.tensor(1.5) > 0.5),
@@ -259,7 +259,7 @@ def test_from_flex_refuses():
 
 BAD = {
     "block": (dict(block=(100, 64)), r"block=\(100, 64\).*multiples of 16"),
-    "one block": (dict(block=64), r"block=64: it must be a pair"),
+    "one block": (dict(block=100), r"block=\(100, 100\): it must be a pair"),
     "batch": (dict(batch=-1), "batch=-1: it must be an int of at least 0"),
     "seqlen": (dict(seqlen_q=2.0), "seqlen_q=2.0: it must be an int"),
     "predicate": (dict(mask=lambda b, h, q, k: q and k), "truth of q_idx"),

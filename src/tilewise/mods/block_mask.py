@@ -166,16 +166,16 @@ def block_mask_of(block_mask: Any) -> BlockMask | None:
     return from_flex.converted_once(block_mask, BlockMask)
 
 
+@from_flex.takes_its_names
 @refuses_others("tilewise.sparse.create_block_mask")
 def create_block_mask(
     mask: Mask | Predicate,
-    batch: int,
-    nheads: int,
+    batch: int | None,
+    nheads: int | None,
     seqlen_q: int,
     seqlen_k: int,
-    *,
     device: torch.device | str | None = None,
-    block: tuple[int, int] = (128, 128),
+    block: int | tuple[int, int] = (128, 128),
     **unknown: Never,
 ) -> BlockMask:
     """Finds the partial and full blocks of a mask without storing seqlen_q x seqlen_k of anything.
@@ -197,15 +197,18 @@ def create_block_mask(
     the ends (`ends`, 16 bytes per query and key of a head). Document masks (`documents`) run as
     packed sequences, if nothing else in the call depends on positions.
 
+    It takes FlexAttention's arguments, too: mask_mod, B, H, Q_LEN, KV_LEN and BLOCK_SIZE, and
+    `_compile` and other hints, which are ignored.
+
     Args:
         mask: a Mask, or any predicate of (b, h, q_idx, kv_idx) that `tilewise.mods.mask` takes.
-        batch: batch size; becomes 1 if the mask does not use b.
-        nheads: query heads; becomes 1 if the mask does not use h.
+        batch: batch size; becomes 1 if the mask does not use b. None means 1.
+        nheads: query heads; becomes 1 if the mask does not use h. None means 1.
         seqlen_q: queries.
         seqlen_k: keys.
         device: where to build; by default the device of the captured tensors, else the CPU.
-        block: (BLOCK_M, BLOCK_N), multiples of 16. Tiles of a kernel are the largest powers of two
-            that divide them, so odd multiples of 16 are slow.
+        block: (BLOCK_M, BLOCK_N), or one number for both, multiples of 16. Tiles of a kernel are
+            the largest powers of two that divide them, so odd multiples of 16 are slow.
 
     Raises:
         ArgumentError: an extent or a block size is wrong, the predicate cannot be traced, or a
@@ -216,6 +219,8 @@ def create_block_mask(
     if unknown:
         raise unexpected("tilewise.sparse.create_block_mask", unknown)
     mask = masks.mask(mask)
+    batch, nheads = (1 if n is None else n for n in (batch, nheads))
+    block = (block, block) if isinstance(block, int) else block
     shape = (batch, nheads, seqlen_q, seqlen_k)
     check_shape(shape, block)
     check_sizes(mask, shape)

@@ -7,9 +7,11 @@ something else at the next call, so it is traced again, or known to read the sam
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -22,13 +24,36 @@ from .masks import Mask
 from .trace_cache import Same
 
 Tensor = torch.Tensor
+Create = TypeVar("Create", bound=Callable[..., Any])
 BlockMask = Any  # `block_mask.BlockMask`, whose file imports this one, and its class
+# Its arguments of create_block_mask, as ours; some choose how torch makes or walks a mask
+NAMES = {
+    **{"mask_mod": "mask", "B": "batch", "H": "nheads"},
+    **{"Q_LEN": "seqlen_q", "KV_LEN": "seqlen_k", "BLOCK_SIZE": "block"},
+    **dict.fromkeys(("_compile", "separate_full_blocks", "compute_dq_write_order"), ""),
+    "dq_kv_order": "",
+}
 EVERYTHING = Node(BOOL, (), True)
 Facts = tuple | None  # of lists and a mask; None where tensors do not count writes
 
 
 # What a block mask of FlexAttention was when it was converted, and what it became
 _converted: weakref.WeakKeyDictionary[Any, tuple[Facts, BlockMask]] = weakref.WeakKeyDictionary()
+
+
+def takes_its_names(create: Create) -> Create:
+    """Decorates our create_block_mask, so that it takes FlexAttention's arguments, too."""
+
+    @functools.wraps(create)
+    def create_block_mask(*args, **named):
+        for theirs in named.keys() & NAMES.keys():
+            ours, value = NAMES[theirs], named.pop(theirs)
+            if ours in named:
+                raise TypeError(f"create_block_mask() got both {ours}= and {theirs}=")
+            named |= {ours: value} if ours else {}
+        return create(*args, **named)
+
+    return cast(Create, create_block_mask)
 
 
 def converted_once(block_mask: Any, ours: Any) -> BlockMask:

@@ -4,6 +4,7 @@ bytes.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -115,4 +116,5 @@ def in_units(x: Any, unit: int) -> Strided:
 
 def unit_of(x: Any) -> int:
     """The elements, up to UNIT, that the strides between rows of x are multiples of."""
-    return math.gcd(UNIT, *(stride for n, stride in zip(x.shape[:3], x.stride()) if n > 1))
+    strides = (stride for n, stride in zip(x.shape[:3], x.stride()) if n > 1)
+    return functools.reduce(math.gcd, strides, UNIT)
