@@ -61,12 +61,13 @@ def drawn(seed, device="cpu", room=48, heads_k=2, headdim=16):
         given["cu_seqlens_q"] = ints([0, *queries]).cumsum(0, dtype=INT32)
     if rng.random() < 0.8:
         dim = rng.choice((4, 8, 12, headdim))
-        angles = 6.28 * torch.rand(rng.choice((room, room, 20)), dim // 2, generator=generator)
+        positions = rng.choice((room, room, room + 20))
+        angles = 6.28 * torch.rand(positions, dim // 2, generator=generator)
         kind = rng.choice((torch.float32, dtype))
         given |= dict(rotary_cos=angles.cos().to(kind), rotary_sin=angles.sin().to(kind))
         given["rotary_interleaved"] = rng.random() < 0.5
         if rng.random() < 0.3:
-            given["rotary_seqlens"] = ints([rng.randrange(room) for _ in range(batch)])
+            given["rotary_seqlens"] = ints([rng.randrange(room - most) for _ in range(batch)])
     if page_size is not None:
         order = torch.randperm(batch * room // page_size, generator=generator)
         given["page_table"] = order.view(batch, -1).to(INT32)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..errors import ArgumentError
+from ..errors import OURS, ArgumentError, Words
 from ..features import refuse_gradients
 from ..kernels.common.cached import OUT, Cached
 from ..mods.compilers import share_batch
@@ -53,6 +53,7 @@ def check_cached(
     split_size: int | None = None,
     mask_mod: Any = None,
     layout: str = "bshd",
+    words: Words = OURS,
 ) -> Cached:
     """The checked call of a `Cached` that has the caller's tensors alone."""
     table, extras = cached.page_table, cached.extras
@@ -61,7 +62,7 @@ def check_cached(
     q, k, v = in_order(cached.q, cached.k, cached.v, layout, is_packed, has_cache=True)
     if starts is None:
         share_batch(q, k if table is None else table, extras.seqused_k)
-    check_tensors(q if starts is None else q.unsqueeze(0), k, v=v, has_cache=True)
+    check_tensors(q if starts is None else q.unsqueeze(0), k, v=v, words=words, has_cache=True)
     if check_causal(numbers.causal) != "bottom_right":
         raise ArgumentError(
             f"causal={numbers.causal!r} with a cache: the queries are the last ones of their "
@@ -70,10 +71,11 @@ def check_cached(
     batch = check_table(q, k, page_table=table, extras=extras)
     modifiers = paths.modifiers_of(mask_mod, None, None, (batch, q.shape[-2], 0, 0))
     extras = extras._replace(captured=modifiers.captured)
-    check_extras(q, k, extras=extras, has_cache=True)
-    k_descale = check_descale("k_descale", cached.k_descale, k, batch=batch, of="k", cache=layout)
-    v_descale = check_descale("v_descale", cached.v_descale, v, batch=batch, of="v", cache=layout)
-    scalars = check_numbers(numbers, q)
+    check_extras(q, k, extras=extras, words=words, has_cache=True)
+    like: Any = dict(batch=batch, cache=layout)
+    k_descale = check_descale("k_descale", cached.k_descale, k, of=words.k, **like)
+    v_descale = check_descale("v_descale", cached.v_descale, v, of=words.v, **like)
+    scalars = check_numbers(numbers, q, words=words)
     cached = cached._replace(q=q, k=k, v=v, k_descale=k_descale, v_descale=v_descale)
     cached = cached._replace(extras=extras, scalars=scalars, mask=modifiers.mods.mask)
     cached = cached._replace(split_size=check_split_size(split_size, q.shape[-2] // k.shape[2]))
@@ -128,13 +130,15 @@ def launch_step(
     return results[0].transpose(1, 2), results[1]
 
 
-def attend_cached(cached: Cached, out: Tensor | None, layout: str) -> tuple[Tensor, Tensor]:
+def attend_cached(
+    cached: Cached, out: Tensor | None, layout: str, words: Words = OURS
+) -> tuple[Tensor, Tensor]:
     """A checked call with a cache, without a gradient; `out` as it was given."""
-    refuse_gradients("cached", [*zip(cache_ops.TENSORS, cached.tensors), ("out", out)])
+    ordered = check_outputs(cached, out, layout=layout, words=words)
     if out is None:
         out, lse = cache_ops.attention(cached)
         return out.transpose(1, 2) if layout == "bhsd" else out, lse
-    return out, cache_ops.attention(cached, check_out(out, cached, layout=layout))[1]
+    return out, cache_ops.attention(cached, ordered)[1]
 
 
 def train_cached(cached: Cached, deterministic: bool, layout: str) -> tuple[Tensor, Tensor]:
@@ -144,8 +148,14 @@ def train_cached(cached: Cached, deterministic: bool, layout: str) -> tuple[Tens
     return out.transpose(1, 2) if layout == "bhsd" else out, lse
 
 
-def check_out(out: Tensor, cached: Cached, layout: str) -> Tensor:
-    """`out` in the order of q."""
+def check_outputs(
+    cached: Cached, out: Tensor | None, layout: str, words: Words = OURS
+) -> Tensor | None:
+    """`out`, if given, in the order of q; refuses gradients."""
+    names = [getattr(words, name, name) for name in cache_ops.TENSORS]
+    refuse_gradients("cached", [*zip(names, cached.tensors), ("out", out)])
+    if out is None:
+        return None
     check_tensor("out", out)
     shape = (*cached.q.shape[:-1], cached.v.shape[3])
     ordered = out.transpose(1, 2) if layout == "bhsd" and out.dim() == 4 else out

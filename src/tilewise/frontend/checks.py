@@ -168,9 +168,10 @@ def check_tensors(
     if has_cache:
         if k.shape[0] != v.shape[0]:
             raise ArgumentError(
-                f"k has {k.shape[0]} pages or rows and v has {v.shape[0]}: they must be equal"
+                f"{words.k} has {k.shape[0]} pages or rows and {words.v} has {v.shape[0]}: they "
+                "must be equal"
             )
-        dtype = check_cache_dtypes(q, k, v=v, names=("q", "k", "v"))
+        dtype = check_cache_dtypes(q, k, v=v, names=(words.q, words.k, words.v))
     for name, x in ((words.k, k), (words.v, v)):
         if x.dtype != dtype:
             raise ArgumentError(

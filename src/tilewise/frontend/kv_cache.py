@@ -4,29 +4,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable
 from typing import Any, Never
 
 import torch
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, Words
 from ..kernels.common.appended import AppendedCall
 from ..kernels.common.cached import Cached
 from ..keywords import refuses_others, unexpected
 from ..mods.masks import Predicate, chunked
 from ..ops import append as append_ops
-from ..ops.calls import Entry, find
+from ..ops.calls import find
+from ..ops.kv_cache import check_result, check_run
 from ..problem import Extras
 from ..tile.paging import batch_of
 from . import invariance, paths, values
-from .cached import attend_cached, check_cached, launch_step
-from .checks import check_kind, check_tensor, with_contiguous_rows
+from .cache_arguments import check_kinds, lengths_after, lengths_before
+from .cached import attend_cached, check_cached, check_outputs, launch_step
+from .checks import check_form, with_contiguous_rows
 from .chunks import check_chunk, within_chunk
 from .compiled import fits_node, has_node
-from .new_keys import append_apart, append_new, as_pages, check_rotation, without_padding
-from .scalars import Numbers, Window, as_int, band, check_flag, longest_of
+from .new_keys import append_apart, append_new, check_positions, check_rotation, without_padding
+from .scalars import Numbers, Window, band, check_bounds, check_flag, longest_of, step_bound
 
 Tensor = torch.Tensor
+WORDS = Words(
+    k="k_cache",
+    v="v_cache",
+    scale="softmax_scale",
+    window="window_size",
+    sinks="learnable_sink",
+    order="",
+)
 
 
 @refuses_others("tilewise.flash_attn_with_kvcache")
@@ -121,7 +132,7 @@ def flash_attn_with_kvcache(
         raise unexpected("tilewise.flash_attn_with_kvcache", unknown)
     del scheduler_metadata, pack_gqa, sm_margin, num_splits  # hints
     entry = addresses = None
-    longest = 0 if max_seqlen_q is None else longest_of(max_seqlen_q)
+    longest = 0 if max_seqlen_q is None else step_bound(max_seqlen_q)
     place = block_table if page_table is None else page_table
     names = "cache_seqlens", "block_table" if page_table is None else "page_table"
     has_one_table = page_table is None or block_table is None
@@ -154,7 +165,10 @@ def flash_attn_with_kvcache(
             )
             if results is not None:
                 return results if return_softmax_lse else results[0]
-    _check_kinds((qv, q_descale), (q, k_cache, v_cache), descales=descales)
+    new_keys: Any = dict(k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin)
+    new_keys |= dict(rotary_seqlens=rotary_seqlens, cu_seqlens_k_new=cu_seqlens_k_new)
+    is_packed = cu_seqlens_q is not None
+    check_kinds((qv, q_descale), (q, k_cache, v_cache), descales, new_keys, is_packed=is_packed)
     inputs = q, k, v
     q, k, v = with_contiguous_rows((("q", q), ("k", k), ("v", v)))
     if not (q is inputs[0] and k is inputs[1] and v is inputs[2]):
@@ -166,12 +180,22 @@ def flash_attn_with_kvcache(
             "cache_batch_idx and cache_leftpad with a page table, which says where each sequence "
             "lies: leave them out"
         )
+    if max_seqlen_q is not None:
+        check_bounds(max_seqlen_q)
+        longest = longest_of(max_seqlen_q)
+    if cu_seqlens_q is not None:
+        check_form("cu_seqlens_q", cu_seqlens_q, q=q)
+        values.check_starts("cu_seqlens_q", cu_seqlens_q, q.shape[0], "queries")
     table, batch = place, batch_of(q, cu_seqlens_q)
-    before = _lengths(cache_seqlens, batch, k_cache, table)
+    counts: Any = dict(cache_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx)
+    counts |= dict(cache_leftpad=cache_leftpad, rotary_seqlens=rotary_seqlens)
+    counts["cu_seqlens_k_new"] = cu_seqlens_k_new
+    before = lengths_before(counts, batch, k_cache, table, rows=None if is_packed else q)
     causal = check_flag("causal", causal)
+    return_softmax_lse = check_flag("return_softmax_lse", return_softmax_lse)
     if rotary_cos is not None:
         rotary_interleaved = check_flag("rotary_interleaved", rotary_interleaved)
-        check_rotation(q, k, cos=rotary_cos, sin=rotary_sin)
+        check_rotation(q, cos=rotary_cos, sin=rotary_sin)
     if cache_batch_idx is not None:
         place, names = cache_batch_idx.unsqueeze(1), (names[0], "cache_batch_idx")
     chunk = check_chunk(attention_chunk)
@@ -181,105 +205,90 @@ def flash_attn_with_kvcache(
     last_key = values.last_read(q, cu_seqlens_q, left=sides[0])
     used, fewest = before, None
     if k is not None:
-        if v is None:
-            raise ArgumentError("k without v: pass both, or neither")
-        check_tensor("k", k)
-        new = k.shape[1] if cu_seqlens_k_new is None else cu_seqlens_k_new.diff()
         names = f"{names[0]} + new keys", names[1]
-        used = before + new if values.knows_values(before) else None
-        if isinstance(new, int):
-            fewest = [new] * batch
-        elif values.knows_values(new):
-            fewest = new.tolist()
-    values.check_reach(
-        k_cache, place, before if used is None else used, names=names, least=fewest, read=last_key
+        used, fewest = lengths_after(before, k, cu_seqlens_k_new)
+    counted = before if used is None else used
+    values.check_reach(k_cache, place, counted, names=names, least=fewest, read=last_key)
+    if cache_leftpad is not None and used is not None:
+        values.check_leftpad(cache_leftpad, used)
+    cached = Cached(
+        q,
+        k_cache,
+        v_cache,
+        page_table=place,
+        extras=Extras(alibi_slopes, learnable_sink, seqused_k=counted, cu_seqlens_q=cu_seqlens_q),
+        entry=None if has_new or chunk else entry,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        longest=longest,
     )
-    inner = keep = None
-    if k is not None and v is not None:
-        rows = None if cache_batch_idx is None else place
-        new_keys: Any = dict(k=k, v=v, cu_seqlens_k=cu_seqlens_k_new, q=q, out=out)
+    rows = None if cache_batch_idx is None else place
+    append = keep = None
+    mask_mod = chunked(chunk) if chunk else None
+    if k is not None:
+        new_keys = dict(k=k, v=v, cu_seqlens_k=cu_seqlens_k_new, q=q, out=out)
         new_keys |= dict(before=before, table=table, rows=rows, leftpad=cache_leftpad)
         new_keys |= dict(cos=rotary_cos, sin=rotary_sin, is_interleaved=rotary_interleaved)
         new_keys |= dict(cu_seqlens_q=cu_seqlens_q, alibi_slopes=alibi_slopes, sinks=learnable_sink)
         new_keys |= dict(k_cache=k_cache, v_cache=v_cache, k_descale=k_descale, v_descale=v_descale)
         is_at_first = not causal and band(window_size, False, name="window_size") == (-1, -1)
         call = AppendedCall(**new_keys, rotary_seqlens=rotary_seqlens, is_at_first=is_at_first)
-        if has_kernels:
-            call, keep = append_new(call, used, is_kept=entry is not None and not chunk)
+        if rotary_cos is not None:
+            check_positions(call)
+        if has_kernels:  # which are given `out` and the others unchanged
+            cached = _checked(cached, out, numbers, mask_mod=mask_mod)
+            is_kept = entry is not None and not chunk
+            cached, keep = append_new(cached, call, used=used, is_kept=is_kept)
         else:
-            call = append_apart(call, used)
-        q, used, place = call.q, call.before, call.table
-        inner = None if keep is None else Entry()
+            append = functools.partial(append_apart, call=call, used=used)
     elif cache_leftpad is not None:
-        used, place = without_padding(k_cache, used, rows=cache_batch_idx, leftpad=cache_leftpad)
-    cached = Cached(
-        q,
-        k_cache,
-        v_cache,
-        page_table=place,
-        extras=Extras(alibi_slopes, learnable_sink, seqused_k=used, cu_seqlens_q=cu_seqlens_q),
-        entry=None if has_new or chunk else entry,
-        k_descale=k_descale,
-        v_descale=v_descale,
-        longest=longest,
-    )
-    if cache_leftpad is not None:
-        stored: Any = dict(k=k_cache, v=v_cache, k_descale=k_descale, v_descale=v_descale)
-        pages = {name: as_pages(x) for name, x in stored.items()}
-        cached = cached._replace(**pages)
-        pairs = zip(stored.values(), pages.values())
-        if any(x is not None and x.data_ptr() != y.data_ptr() for x, y in pairs):
-            inner = None  # of copies
-    if inner is not None:
-        cached = cached._replace(entry=inner)
-    result, lse = _attend(cached, out, numbers, mask_mod=chunked(chunk) if chunk else None)
-    if entry is not None and keep is not None and inner is not None and inner.call is not None:
-        entry.call = keep(inner.call)
-    return (result, lse) if check_flag("return_softmax_lse", return_softmax_lse) else result
+        cached = without_padding(cached, rows=rows, leftpad=cache_leftpad)
+    is_checked = k is not None and has_kernels
+    result, lse = _attend(cached, out, numbers, mask_mod, append, is_checked)
+    if entry is not None and keep is not None and cached.entry.call is not None:
+        entry.call = keep(cached.entry.call)
+    return (result, lse) if return_softmax_lse else result
 
 
-def _check_kinds(unserved: Sequence[Any], inputs: Sequence[Any], descales: Sequence[Any]) -> None:
-    """Refuses qv and q_descale, and q, caches and scales that are no tensors."""
-    for name, x in zip(("qv", "q_descale"), unserved):
-        if x is not None:
-            raise NotImplementedError(f"{name}: MLA and 8-bit q are not supported, so pass None")
-    for name, x in zip(("q", "k_cache", "v_cache"), inputs):
-        check_tensor(name, x)
-    for name, x in zip(("k_descale", "v_descale"), descales):
-        if x is not None:
-            check_tensor(name, x)
-
-
-def _lengths(
-    cache_seqlens: int | Tensor | None, batch: int, k_cache: Tensor, table: Tensor | None
-) -> Tensor:
-    if isinstance(cache_seqlens, Tensor) and cache_seqlens.dim() == 1:
-        check_kind("cache_seqlens", cache_seqlens, q=k_cache, dtypes=(torch.int32,), of="k_cache")
-        return cache_seqlens
-    length = cache_seqlens
-    if length is None:
-        length = k_cache.shape[1] * (1 if table is None else table.shape[1])
-    length = as_int(length)
-    if length is None:
-        raise ArgumentError(
-            f"cache_seqlens={cache_seqlens!r}: it must be an int, int32 of shape (batch,), or None"
-        )
-    return torch.full((batch,), length, dtype=torch.int32, device=k_cache.device)
+def _checked(
+    cached: Cached, out: Tensor | None, numbers: Numbers, mask_mod: Predicate | None
+) -> Cached:
+    """The checked call of a `Cached`, of which `_attend` will refuse nothing."""
+    cached = check_cached(cached, numbers, mask_mod=mask_mod, words=WORDS)
+    check_outputs(cached, out, layout="bshd", words=WORDS)
+    check_run(cached, out)
+    return cached
 
 
 def _attend(
-    cached: Cached, out: Tensor | None, numbers: Numbers, mask_mod: Predicate | None
+    cached: Cached,
+    out: Tensor | None,
+    numbers: Numbers,
+    mask_mod: Predicate | None,
+    append: Callable[[Cached], Cached] | None,
+    is_checked: bool,
 ) -> tuple[Tensor, Tensor]:
     """Attention with a KV cache, relaunched where its signature is cached, else checked: the entry
-    of the caller's arguments, if there is one, or an entry of its own.
+    of the caller's arguments, if there is one, or an entry of its own. New keys are appended
+    between check and launch: a call that is refused writes nothing.
     """
     addresses, tensors = None, (*cached.tensors, out)
     if mask_mod is None and cached.entry is None:
         plain = "cache", *numbers[:-1], invariance.is_on, cached.longest  # but the window
         entry, addresses = find(tensors, plain=plain, window=numbers.window, checks_values=True)
         cached = cached._replace(entry=entry)
-    if cached.entry is not None and cached.entry.call is not None:
-        results = launch_step(cached.entry.call, tensors, addresses=addresses, has_lse=True)
+    step = None if cached.entry is None else cached.entry.call
+    if append is not None:
+        if step is None:
+            cached, is_checked = _checked(cached, out, numbers, mask_mod=mask_mod), True
+        elif out is not None:
+            check_result(out, cached)
+        cached = append(cached)
+        addresses, tensors = None, (*cached.tensors, out)
+    if step is not None:
+        results = launch_step(step, tensors, addresses=addresses, has_lse=True)
         if results is not None:
             return results
-    return attend_cached(check_cached(cached, numbers, mask_mod=mask_mod), out, layout="bshd")
+    if not is_checked:
+        cached = check_cached(cached, numbers, mask_mod=mask_mod, words=WORDS)
+    return attend_cached(cached, out, layout="bshd", words=WORDS)

@@ -12,37 +12,40 @@ import torch
 from ..errors import ArgumentError
 from ..features import refuse_gradients
 from ..kernels.common.appended import AppendedCall
+from ..kernels.common.cached import Cached
 from ..ops import append as append_ops
+from ..ops.calls import Entry
 from ..tile.rotary import Rotary, rotate
 from .append import check_call, check_tables
-from .values import check_leftpad
+from .values import knows_values
 
 Tensor = torch.Tensor
-
+STORED = "k", "v", "k_descale", "v_descale"  # of a `Cached`
 
 Step = Callable[[Any], Any]  # from the decode step of a call the step of its append, too
 
 
 def append_new(
-    call: AppendedCall, used: Tensor | None, is_kept: bool
-) -> tuple[AppendedCall, Step | None]:
-    """Appends, and returns the call without its new keys, which are among those `before`, and how
-    both are launched again. `used` has the keys of each sequence, where values are known.
+    cached: Cached, call: AppendedCall, used: Tensor | None, is_kept: bool
+) -> tuple[Cached, Step | None]:
+    """Appends, and returns what attention reads, `cached` before, and how both are launched again.
+    `used` has the keys of each sequence, where values are known.
     """
     if not append_ops.may_prepare(call):
-        return append_apart(call, used), None
+        return append_apart(cached, call, used=used), None
     counted = call.before if used is None else used
     check_call(call.append._replace(seqused_k=counted, rotary=None))
-    refuse_gradients("cached", [("q", call.q)])
-    if call.leftpad is not None and used is not None:
-        check_leftpad(call.leftpad, used)
     prologue, step = append_ops.prepare(call, is_kept)
     rotated = None if prologue.rotated is None else prologue.rotated.ptr
     q, table = call.q if rotated is None else rotated, prologue.table
+    stored = cached if call.leftpad is None else by_rows(cached)
+    pairs = [(getattr(cached, name), getattr(stored, name)) for name in STORED]
+    has_copies = any(x is not None and x.data_ptr() != y.data_ptr() for x, y in pairs)
+    extras = cached.extras._replace(seqused_k=prologue.used)
     table_read = call.page_table if table is None else table
-    appended = call._replace(q=q, before=prologue.used, table=table_read, rows=None)
-    if step is None:
-        return appended, None
+    cached = stored._replace(q=q, page_table=table_read, extras=extras)
+    if step is None or has_copies:
+        return cached, None
     pages = "table" if call.rows is None else "rows"
     reads = [
         "q" if rotated is None else "rotated",
@@ -52,39 +55,51 @@ def append_new(
         "used",
         *AppendedCall._fields[5:11],
     ]
-    return appended, lambda decode: step.before(decode, reads)
+    return cached._replace(entry=Entry()), lambda decode: step.before(decode, reads)
 
 
-def append_apart(call: AppendedCall, used: Tensor | None) -> AppendedCall:
-    """Appends with torch's operators and `cache.append`: on a CPU, compiled, and for what a launch
-    does not take.
+def append_apart(cached: Cached, call: AppendedCall, used: Tensor | None) -> Cached:
+    """Appends with torch's operators and `cache.append`, and returns what attention reads: on a
+    CPU, compiled, and for what a launch does not take.
     """
     q, k, starts = call.q, call.k, call.cu_seqlens_k
-    rotary = call.rotary
+    if used is None:
+        used = call.before + (k.shape[1] if starts is None else starts.diff())
+    new, rotary = call.append._replace(seqused_k=used, rotary=None), call.rotary
+    check_call(new)
     if rotary is not None:
         base = call.before if call.rotary_seqlens is None else call.rotary_seqlens
         first_q, row_q = _positions(q, base, call.cu_seqlens_q)
         first_k, row_k = _positions(k, base, starts)
         positions_q = first_q if call.is_at_first else first_q + row_q
         q, k = rotate(q, rotary, positions_q), rotate(k, rotary, first_k + row_k)
-    if used is None:
-        used = call.before + (k.shape[1] if starts is None else starts.diff())
-    new = call.append._replace(k=k, seqused_k=used, rotary=None)
-    check_call(new)
-    append_ops.append(new)
-    if call.leftpad is None:
-        return call._replace(q=q, before=used, table=call.page_table, rows=None)
-    rows = None if call.rows is None else call.rows.squeeze(1)
-    used, table = without_padding(call.k_cache, used, rows=rows, leftpad=call.leftpad)
-    return call._replace(q=q, before=used, table=table, rows=None)
+    append_ops.append(new._replace(k=k))
+    cached = cached._replace(q=q, extras=cached.extras._replace(seqused_k=used))
+    return cached if call.leftpad is None else without_padding(cached, call.rows, call.leftpad)
 
 
-def check_rotation(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor | None) -> None:
+def check_rotation(q: Tensor, cos: Tensor, sin: Any) -> None:
     """Checks the tables of q and k."""
-    if k is None or sin is None:
-        missing = "k" if k is None else "rotary_sin"
-        raise ArgumentError(f"rotary_cos without {missing}: pass rotary_cos, rotary_sin, k and v")
     check_tables(Rotary(cos, sin), q, of="q")
+    refuse_gradients("cached", (("rotary_cos", cos), ("rotary_sin", sin)))
+
+
+def check_positions(call: AppendedCall) -> None:
+    """Every position at which a query or a new key is rotated has a row in the tables."""
+    name = "cache_seqlens" if call.rotary_seqlens is None else "rotary_seqlens"
+    base = call.before if call.rotary_seqlens is None else call.rotary_seqlens
+    starts = call.cu_seqlens_q, call.cu_seqlens_k
+    if call.cos is None or not all(x is None or knows_values(x) for x in (base, *starts)):
+        return
+    counts = [x.shape[1] if n is None else n.diff() for x, n in zip((call.q, call.k), starts)]
+    queries, keys = (torch.zeros_like(base) + n for n in counts)
+    rows = torch.maximum(queries.clamp(max=1) if call.is_at_first else queries, keys)
+    positions = call.cos.shape[0]
+    if bool(((rows > 0) & ((base < 0) | (base + rows > positions))).any()):
+        raise ArgumentError(
+            f"{name}={base.tolist()} with {rows.tolist()} rows to rotate, and rotary_cos has "
+            f"{positions} positions: pass longer tables, or {name} of at least 0 that fit them"
+        )
 
 
 def _positions(x: Tensor, base: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -98,20 +113,22 @@ def _positions(x: Tensor, base: Tensor, cu_seqlens: Tensor | None) -> tuple[Tens
     return base.long()[sequence], row - cu_seqlens.long()[sequence]
 
 
-def as_pages(x: Any) -> Any:
-    """A cache, or scales by row of one, as pages of one row; other scales as they are."""
-    return x if x is None or x.dim() < 3 else x.flatten(0, 1).unsqueeze(1)
+def by_rows(cached: Cached) -> Cached:
+    """A cache, and its scales by row, as pages of one row; other scales stay as they are."""
+    stored: Any = {name: getattr(cached, name) for name in STORED}
+    for name, x in stored.items():
+        if x is not None and x.dim() > 2:
+            stored[name] = x.flatten(0, 1).unsqueeze(1)
+    return cached._replace(**stored)
 
 
-def without_padding(
-    k_cache: Tensor, used: Tensor, rows: Tensor | None, leftpad: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The keys of each sequence, and the page table of a cache as pages of one row: a sequence has
-    those from its padding on.
-    """
-    check_leftpad(leftpad, used)
+def without_padding(cached: Cached, rows: Tensor | None, leftpad: Tensor) -> Cached:
+    """A call whose sequences, `rows` of the cache, have the keys from their padding on."""
+    used: Any = cached.extras.seqused_k
+    seqlen = cached.k.shape[1]
     if rows is None:
-        rows = torch.arange(used.shape[0], dtype=torch.int32, device=leftpad.device)
-    seqlen = k_cache.shape[1]
+        rows = torch.arange(leftpad.shape[0], dtype=torch.int32, device=leftpad.device)[:, None]
     positions = torch.arange(seqlen, dtype=torch.int32, device=leftpad.device)
-    return used - leftpad, (rows * seqlen + leftpad).unsqueeze(1) + positions
+    table = rows * seqlen + leftpad.unsqueeze(1) + positions
+    extras = cached.extras._replace(seqused_k=used - leftpad)
+    return by_rows(cached)._replace(page_table=table, extras=extras)

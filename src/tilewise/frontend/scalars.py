@@ -220,7 +220,7 @@ def as_bound(bound: int | Tensor | None) -> bool | int | Tensor | None:
 
 def step_bound(bound: int | Tensor | None) -> Any:
     """`as_bound` of queries with a KV cache."""
-    return longest_of(bound) if type(bound) is int and bound >= 0 else bound
+    return 1 << bound.bit_length() >> 1 if type(bound) is int and bound >= 0 else bound
 
 
 def longest_of(max_seqlen_q: int | Tensor | None) -> int:

@@ -110,13 +110,7 @@ def _run(cached: Cached, out: Tensor | None) -> tuple[Tensor, Tensor]:
     cached = cached._replace(has_out=out is not None)
     if cached.entry is None:  # else it is none that is lazily negated
         cached = cached.resolved()
-    tensors = *cached.tensors, *cached.extras.captured
-    names = (*TENSORS, *["mask_mod's tensor"] * len(cached.extras.captured))
-    if out is not None:
-        check_written("out", out)
-        check_apart(("out", *names), (out, *tensors), written=1)
-    check_elements(zip(("out", *names), (fresh, *tensors)))
-    backend = dispatch.choose_cached(cached)
+    backend = _backend_of(cached, out)
     if has_no_sequence(cached.extras):
         fill_padding(fresh if out is None else None, lse)
         return fresh, lse
@@ -125,6 +119,32 @@ def _run(cached: Cached, out: Tensor | None) -> tuple[Tensor, Tensor]:
         is_repeated = step is None and cached.q.is_cpu
         cached.entry.call = Repeated(cached, backend) if is_repeated else step
     return fresh, lse
+
+
+def check_run(cached: Cached, out: Tensor | None) -> None:
+    """Refuses what `attention` would of a checked call, but what an operator alone can tell."""
+    tensors = *cached.tensors, *cached.extras.captured, out
+    if forward_ad._current_level >= 0:
+        _refuse_tangents(tensors)
+    if not needs_dispatcher(tensors) and peek_interpreter_stack() is None and not cached.q.is_meta:
+        _backend_of(cached._replace(has_out=out is not None), out)
+
+
+def _backend_of(cached: Cached, out: Tensor | None) -> ModuleType:
+    """The backend that serves a call, whose memory is checked."""
+    if out is not None:
+        check_result(out, cached)
+    names = (*TENSORS, *["mask_mod's tensor"] * len(cached.extras.captured), "out")
+    check_elements(zip(names, (*cached.tensors, *cached.extras.captured, out)))
+    return dispatch.choose_cached(cached)
+
+
+def check_result(out: Tensor, cached: Cached) -> None:
+    """Refuses an `out` that shares memory, with itself or with what is read."""
+    captured = cached.extras.captured
+    names = ("out", *TENSORS, *["mask_mod's tensor"] * len(captured))
+    check_written("out", out)
+    check_apart(names, (out, *cached.tensors, *captured), written=1)
 
 
 class Repeated:
@@ -139,8 +159,7 @@ class Repeated:
         """`out` and `lse` of a call that `of_tensors` has made."""
         fresh, lse = empty_outputs(cached, out)
         if out is not None:
-            check_written("out", out)
-            check_apart(("out", *TENSORS), (out, *cached.tensors), written=1)
+            check_result(out, cached)
         self.backend.forward(cached, fresh, lse)
         return fresh, lse
 

@@ -72,4 +72,5 @@ def make_tile_messages(TILE: gl.constexpr):
     one that counts tiles.
     """
     COUNT: gl.constexpr = RAGGED_FIELDS if TILE.RAGGED else WORK_FIELDS
-    return make_messages(COUNT, 4 if TILE.ORDERED else 3)
+    READERS: gl.constexpr = 4 if TILE.ORDERED else 2 + TILE.COUNTED
+    return make_messages(COUNT, READERS)
