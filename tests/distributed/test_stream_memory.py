@@ -108,7 +108,8 @@ def test_pieces_are_copied_by_their_addresses(driver, monkeypatch):
     arena = DeviceArena.__new__(DeviceArena)
     blocks = [torch.randint(0, 255, (256,), dtype=torch.uint8) for _ in range(3)]
     arena.blocks, arena.starts = blocks, [x.data_ptr() for x in blocks]
-    arena.half, arena.room, arena.device, arena.pulled, arena.views = 1, 128, CPU, 0, {}
+    arena.half, arena.parts, arena.room, arena.device = 1, 1, 128, CPU
+    arena.pulled, arena.views = 0, {}
     arena.side, arena.dma = SimpleNamespace(cuda_stream=9), stream_memory._copier()
     arena.write, arena.pieces = stream_memory._writer(), 0
     arena.words, arena.has_streams = torch.zeros(4, dtype=torch.int32), True

@@ -2,7 +2,6 @@
 
 import os
 import tempfile
-from typing import Any
 
 import pytest
 import torch
@@ -30,7 +29,7 @@ class LongSequenceTrainer(transformers.Trainer):
         options = dict(batch_size=self._train_batch_size, collate_fn=self.data_collator)
         return DataLoader(self.train_dataset, shuffle=True, generator=order, **options)
 
-    def training_step(self, model, inputs, num_items_in_batch: Any = None):
+    def training_step(self, model, inputs, num_items_in_batch=None):
         ids, labels = inputs["input_ids"], inputs["labels"]
         layout = td.zigzag(ids.shape[1])
         labels = layout.shard(layout.shifted(labels))

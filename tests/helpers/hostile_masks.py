@@ -63,7 +63,7 @@ HOSTILE = {
     "int64 <<": mask(lambda b, h, q, k: IDS[q] << SHIFTS[k] > 0),
     "int64 >>": mask(lambda b, h, q, k: IDS[q] >> SHIFTS[k] > 0),
     "int64 abs": mask(lambda b, h, q, k: abs(IDS[q]) > -IDS[k]),
-    "int64 as an index": mask(lambda b, h, q, k: BYTES[IDS[q]] == BYTES[IDS[k] % 64]),
+    "int64 as an index": mask(lambda b, h, q, k: BYTES[IDS[q] % 64] == BYTES[IDS[k] % 64]),
     "a pair of int64": mask(
         partial(lambda x, b, h, q, k: x[q, k] == 2**62 + 1, hashes(2048).view(32, 64))
     ),
