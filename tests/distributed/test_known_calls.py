@@ -4,6 +4,7 @@ counted with streams, the driver and kernels replaced; and that no call is taken
 
 import collections
 import datetime
+import gc
 import itertools
 import sys
 from types import SimpleNamespace
@@ -199,11 +200,13 @@ def warm(call):
         nonlocal calls
         calls += event == "call"
 
+    gc.disable()  # libraries are called back before and after a collection: hypothesis is
     sys.setprofile(profile)
     try:
         call()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return dict(counts), calls
 
 
@@ -234,7 +237,7 @@ def test_stream_between_nodes(node, learns, monkeypatch):
         **dict(copy_table_kernel=1, attention=2, poison_kernel=1),
         **dict(announced=1, met=1, exchanges=2, sent=2, received=2),
     }
-    assert calls < 130
+    assert calls < 125
     of_torch = operators(call)
     assert of_torch["aten::slice"] + of_torch["aten::select"] <= 1, "groups are views"
 

@@ -6,7 +6,7 @@ import functools
 
 import pytest
 import torch
-from helpers.hostile_masks import BYTES, HOSTILE, LEAST, WORDS
+from helpers.hostile_masks import BYTES, HOSTILE, IDS, LEAST, WORDS
 from helpers.modified_tiles import (
     arguments,
     check,
@@ -31,6 +31,22 @@ from tilewise.testing import build, use_emulator, use_interpreter
 def test_kernels_agree_with_torch(name, run):
     check(HOSTILE[name], run, q_start=-9)
     check(HOSTILE[name], run, turned=True, q_start=16, h=0, b=0)
+
+
+@pytest.mark.parametrize("run", [interpreted, emulated])
+def test_kernels_hold_any_index_of_64_bits(run):
+    """Near 2^63, too: past an end they read the first or last element."""
+    size = len(BYTES)
+
+    def held(i):
+        return torch.clamp(torch.where(i < 0, i + size, i), 0, size - 1)
+
+    hostile = mask(lambda b, h, q, k: BYTES[IDS[q]] == BYTES[IDS[k] % size])
+    as_read = mask(lambda b, h, q, k: BYTES[held(IDS[q])] == BYTES[IDS[k] % size])
+    check(hostile, run, as_read=as_read, q_start=-9)
+    check(hostile, run, as_read=as_read, turned=True, q_start=16, h=0, b=0)
+    with pytest.raises(ArgumentError, match="out of bounds"):
+        check(hostile, run)
 
 
 @pytest.mark.compile
