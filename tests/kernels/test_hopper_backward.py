@@ -1,5 +1,6 @@
 """The Hopper backward: what it serves, ordered accumulation, memory order, reproducible bits."""
 
+import collections
 import gc
 import itertools
 
@@ -8,8 +9,9 @@ import torch
 from helpers.tiers import every, sample, sample_rows
 
 import tilewise
+from gluon_emulator.hopper.emulate import Rebinder
 from tilewise.kernels.common import program
-from tilewise.kernels.hopper.bwd import kernels, plan, queue
+from tilewise.kernels.hopper.bwd import hidden, kernels, mma, plan, queue
 from tilewise.problem import Extras, Scalars, describe
 from tilewise.testing import use_emulator
 from tilewise.testing.cases import Case, Features, Sizes
@@ -34,6 +36,7 @@ VARIANTS = {
     "three-quarters-window": Case(
         "k", Sizes(1, 200, 330, 2, 2, 192, 128), Features(window=(90, 20), alibi="heads")
     ),
+    "band": Case("l", Sizes(1, 330, 200, 2, 2, 100), Features(window=(70, 30), lse_grad=True)),
     "wide-values": Case("h", Sizes(1, 100, 90, 2, 2, 64, 256), Features(window=(30, 10))),
 }
 
@@ -53,28 +56,68 @@ def test_any_order_of_events(name, seed):
     assert not failures, "\n".join(failures)
 
 
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("name", ["groups", "unseen-keys", "three-quarters", "wide"])
-def test_tiles_are_counted(name, seed, monkeypatch):
-    """In any order of events the head of each key has its tiles when dQ is converted."""
-    counts, start = [], program.Launch.start
+@pytest.fixture
+def counted(monkeypatch):
+    """The launches that convert dQ: the counts that they find, and the keys of a tile."""
+    found, start = [], program.Launch.start
 
     def started(launch, values, device):
         if launch.kernel is kernels.hopper_bwd_dq_kernel:
             assert launch.options["launch_pdl"] and launch.constants["IS_EARLY"]
-            counts.append((values["dq_semaphore"].flatten(), launch.constants["TILE"].BLOCK_N))
+            counts = values["dq_semaphore"].clone()
+            found.append((counts, launch.constants["TILE"].BLOCK_N))
         return start(launch, values, device)
 
     monkeypatch.setattr(program.Launch, "start", started)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("name", ["groups", "unseen-keys", "three-quarters", "wide"])
+def test_tiles_are_counted(name, seed, counted):
+    """In any order of events the head of each key has its tiles when dQ is converted."""
     case = VARIANTS[name]
     run_case(case, "hopper", "cpu", BF16, seed)
     sizes = case.sizes
-    assert counts
-    for found, block_n in counts:
+    assert counted
+    for counts, block_n in counted:
         heads = sizes.batch * sizes.nheads
-        expected = torch.zeros(heads, dtype=torch.int32)
-        expected[:: sizes.nheads // sizes.nheads_k] = -(-sizes.seqlen_k // block_n)
-        assert found[:heads].tolist() == expected.tolist()
+        of_keys = counts.flatten()[: heads : sizes.nheads // sizes.nheads_k]
+        assert (of_keys == -(-sizes.seqlen_k // block_n)).all()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_tiles_of_packed_sequences_are_counted(causal, counted):
+    """At the first block of each sequence that has queries."""
+    queries, keys, firsts = (70, 0, 200), (130, 40, 300), (0, 1, 2)  # a block is of one sequence
+    q = torch.randn(sum(queries), 4, 64, dtype=BF16)
+    k, v = (torch.randn(sum(keys), 2, 64, dtype=BF16) for _ in "kv")
+    starts = (torch.tensor([0, *lengths]).cumsum(0).int() for lengths in (queries, keys))
+    options = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), starts))
+    with use_emulator():
+        gradients(q, k, v, max_seqlen_q=200, max_seqlen_k=300, causal=causal, **options)
+    ((counts, _),) = counted
+    for rows, tiles, first in zip(queries, (2, 1, 3), firsts):
+        assert rows == 0 or counts[0, ::2, first, 0].tolist() == [tiles, tiles]
+
+
+@pytest.mark.parametrize("left, right", [(256, 0), (100, 0), (70, 30)])
+def test_a_warpgroup_passes_over_blocks_that_do_not_see_its_keys(left, right, monkeypatch):
+    """Its half of a tile's keys: blocks that the tile visits for the other half alone."""
+    passed, pass_block = collections.Counter(), Rebinder().function(hidden.pass_block)
+
+    def noted(rings, ds_state, step, WG, TILE):
+        passed[WG] += 1
+        return pass_block(rings, ds_state, step, WG, TILE)
+
+    monkeypatch.setattr(mma, "pass_block", noted)
+    case = Case("a", Sizes(1, 256, 256, 1, 1, 128), Features(window=(left, right)))
+    assert all(x.verdict.ok for x in run_case(case, "hopper", "cpu", BF16))
+    apart = torch.arange(256) - torch.arange(256)[:, None]
+    seen = (apart >= -left) & (apart <= right)
+    halves = seen.view(4, 64, 2, 2, 64).any(4).any(1)  # blocks, tiles, halves
+    expected = (halves.any(2, keepdim=True) & ~halves).sum((0, 1))
+    assert [passed[0], passed[1]] == expected.tolist()
 
 
 def test_programs_leave_sms_to_the_conversion_of_dq(monkeypatch):
@@ -278,7 +321,7 @@ def test_peak_memory(headdim, deterministic):
     v = v[..., :128].contiguous() if headdim == 192 else v
     inputs = [x.requires_grad_() for x in (q, k, v)]
     out = tilewise.attention(*inputs, backend="hopper", deterministic=deterministic)
-    dout = torch.randn_like(out)
+    dout = like(out)
 
     def backward():
         return torch.autograd.grad(out, inputs, dout, retain_graph=True)

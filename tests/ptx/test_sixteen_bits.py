@@ -14,6 +14,7 @@ pytestmark = pytest.mark.slow
 CASES = {
     "64": (Sizes(1, 150, 200, 2, 1, 64), Features(lse_grad=True)),
     "128 causal": (Sizes(1, 150, 200, 2, 1, 128), Features(causal=True)),
+    "128 window": (Sizes(1, 200, 200, 1, 1, 128), Features(window=(70, 10))),
     "256 causal": (Sizes(1, 130, 150, 1, 1, 256), Features(causal=True)),
     "192 of keys": (Sizes(1, 130, 150, 1, 1, 192, 128), Features(causal=True)),
     "136 of keys": (Sizes(1, 70, 140, 2, 1, 136, 100), Features()),

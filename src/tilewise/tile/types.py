@@ -239,7 +239,6 @@ class KeyPipeline(NamedTuple):
     HAS_METADATA: bool = False  # per-block metadata: indices and random state
     BIAS_COPIED: bool = False  # whether TMA loads the bias
     BIAS_GRAD: bool = False  # whether TMA stores dS, which is the gradient of the bias
-    COUNTED: bool = False  # whether tiles are counted, so that dQ is converted beside them
 
 
 class Lengths(NamedTuple):

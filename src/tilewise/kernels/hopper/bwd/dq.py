@@ -8,7 +8,7 @@ from ....tile.schedule import find_query_tile
 from ....tile.seqlen import offsets_of, padded_row
 from ....tile.types import Strided
 from ...common.io import from_row, store_rows
-from .tile_counts import await_tiles
+from .tile_counts import await_tiles, count_place, first_block_of
 
 
 @triton.jit
@@ -32,21 +32,19 @@ def hopper_bwd_dq_kernel(
     if counts is None:
         tile = tl.num_programs(0) - 1 - tile
     m_block, head, batch = find_query_tile(tile, lane, sizes, optionals, FEATURES, ROWS)
-    seqlen_q = sizes.seqlen_q
-    block = batch.to(tl.int64) * sizes.nheads + head
     if FEATURES.PACKED:
         if batch >= sizes.packed:
+            end_with_main(IS_EARLY)
             return
-        offsets = offsets_of(batch, sizes, optionals=optionals, FEATURES=FEATURES)
-        dq, seqlen_q = from_row(dq, offsets.first_q), offsets.rows_q
-        block = head.to(tl.int64) * (padded_row(sizes.seqlen_q, sizes.packed, ROWS=ROWS) // ROWS)
-        block += padded_row(offsets.first_q, batch, ROWS=ROWS) // ROWS
-        batch = offsets.batch
-    else:
-        block *= tl.cdiv(seqlen_q, ROWS)
-        if IS_EARLY:
-            await_tiles(counts, batch, head, sizes, FEATURES.GROUP, TILE.BLOCK_N)
-    tile = accumulated + (block + m_block) * (ROWS * TILE.BLOCK_D)
+    offsets = offsets_of(batch, sizes, optionals=optionals, FEATURES=FEATURES)
+    first = padded_row(offsets.first_q, batch, ROWS=ROWS) if FEATURES.PACKED else 0
+    dq = from_row(dq, offsets.first_q)
+    block = first_block_of(batch, head, first, sizes=sizes, FEATURES=FEATURES)
+    if IS_EARLY:
+        of_keys = head // FEATURES.GROUP * FEATURES.GROUP
+        place = count_place(batch, of_keys, first, sizes=sizes, FEATURES=FEATURES)
+        await_tiles(counts + place, offsets.rows_k, TILE.BLOCK_N)
+    tile = accumulated + (block + m_block).to(tl.int64) * (ROWS * TILE.BLOCK_D)
     cells = tl.arange(0, ROWS * BLOCK_D)
     if GROUPS > 1:  # a block of 64 rows has one group behind the other
         cells += cells // (64 * BLOCK_D) * ((GROUPS - 1) * 64 * BLOCK_D)
@@ -57,12 +55,18 @@ def hopper_bwd_dq_kernel(
             x *= numbers.dropout_factor
         columns = Strided(dq.ptr + group * BLOCK_D, dq.batch, dq.row, dq.head)
         store_rows(
-            columns, batch, head, x, m_block * ROWS, seqlen_q, ROWS,
+            columns, offsets.batch, head, x, m_block * ROWS, offsets.rows_q, ROWS,
             FEATURES.HEADDIM - group * BLOCK_D, BLOCK_D,
         )  # fmt: skip
+    end_with_main(IS_EARLY)
+
+
+@triton.jit
+def end_with_main(IS_EARLY: tl.constexpr):
+    """What follows this kernel follows the main kernel, too: the last program waits for it."""
     if IS_EARLY:
         if tl.program_id(0) == tl.num_programs(0) - 1:
-            cuda.gdc_wait()  # what follows this kernel follows the main kernel, too
+            cuda.gdc_wait()
 
 
 @triton.jit

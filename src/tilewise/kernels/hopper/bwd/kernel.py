@@ -23,7 +23,7 @@ from .load import load_partition
 from .mma import grad_partition
 from .mma_192 import grad_partition_192
 from .mma_wide import key_partition, value_partition
-from .ordered_add import make_add_barriers, signal_partition, wait_partition
+from .ordered_add import make_add_barriers, order_partition
 from .rings import Rings, Sources, make_queries, make_tile_messages
 from .score_buffers import make_score_buffers
 from .tile_counts import count_partition
@@ -61,7 +61,7 @@ def hopper_bwd_kernel(
     FEATURES: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    if TILE.COUNTED:
+    if not TILE.ORDERED:
         start_dependents()  # dQ's conversion, on SMs that are free
     dtype: gl.constexpr = q_desc.dtype
     N: gl.constexpr = TILE.BLOCK_N
@@ -90,13 +90,13 @@ def hopper_bwd_kernel(
                 (matmul_partition, (0, rings, outputs, call, FEATURES, TILE)),
                 (matmul_partition, (1, rings, outputs, call, FEATURES, TILE)),
                 (load_partition, (inputs, rings, call, FEATURES, TILE)),
-                (wait_partition, (rings, dq_semaphore, call, FEATURES, TILE)),
-                (signal_partition, (rings, dq_semaphore, call, FEATURES, TILE)),
+                (order_partition, (rings, dq_semaphore, call, False, FEATURES, TILE)),
+                (order_partition, (rings, dq_semaphore, call, True, FEATURES, TILE)),
             ],
             [4, 1, 1, 1],
             [240, 24, 24, 24],
         )
-    elif TILE.COUNTED:
+    else:
         gl.warp_specialize(
             [
                 (matmul_partition, (0, rings, outputs, call, FEATURES, TILE)),
@@ -106,16 +106,6 @@ def hopper_bwd_kernel(
             ],
             [4, 1, 1],
             [240, 24, 24],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (matmul_partition, (0, rings, outputs, call, FEATURES, TILE)),
-                (matmul_partition, (1, rings, outputs, call, FEATURES, TILE)),
-                (load_partition, (inputs, rings, call, FEATURES, TILE)),
-            ],
-            [4, 1],
-            [240, 24],
         )
 
 

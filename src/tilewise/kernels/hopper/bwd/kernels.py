@@ -56,19 +56,20 @@ class Kernels:
         tile, m_blocks = self.plan.tile, padded_blocks(problem, self.sizes)
         # Of the kernels around it
         self.rows = Tile(ROWS, tile.BLOCK_N, tile.BLOCK_D, tile.BLOCK_DV, False)
+        self.blocks = self.rows._replace(BLOCK_M=64, BLOCK_N=64)  # no larger than a block mask's
         heads = tuple(lse.shape[:2])
         self.padded, self.tiles = m_blocks * ROWS, heads[0] * heads[1] * m_blocks
         self.dq = work.add("accumulated", (*heads, self.padded, tile.BLOCK_D))
         self.stats = work.add("stats", (*heads, 2, self.padded))
-        self.delta = self.semaphore = self.lost = self.parts = self.ds = None
+        self.delta = self.lost = self.parts = self.ds = None
         self.dout: Any = saved.dout
         if problem.has_bias_grad and not tile.BIAS_GRAD:
             self.delta = work.add("delta", lse.shape)
-        self.keys = self.sizes.seqlen_k // (2 if problem.is_causal else 1)  # of a query
+        mean = self.sizes.seqlen_k // max(self.sizes.packed, 1)
+        self.keys = mean // (2 if problem.is_causal else 1)  # of a query
         if scalars.left >= 0:
             self.keys = min(self.keys, scalars.left + 1)
-        if tile.ORDERED or tile.COUNTED:
-            self.semaphore = work.add("dq_semaphore", (*heads, m_blocks, 2), torch.int32)
+        self.semaphore = work.add("dq_semaphore", (*heads, m_blocks, 2), torch.int32)
         if problem.has_natural_scores:
             self.lost = work.add("lost", lse.shape)
             shape = lse.shape[0], lse.shape[2], lse.shape[1], problem.headdim_v
@@ -83,15 +84,9 @@ class Kernels:
     def rest(self) -> program.Launch:
         """What the lse of large scores has lost."""
         q, k, v, lse = self.saved.q, self.saved.k, self.saved.v, self.saved.lse
-        tile = self.rows._replace(BLOCK_M=64, BLOCK_N=64)  # no larger than a block mask's
-        blocks = triton.cdiv(q.shape[1], tile.BLOCK_M) + self.sizes.packed
+        blocks = triton.cdiv(q.shape[1], 64) + self.sizes.packed
         args = dict(q=strided(q), k=strided(k), v=strided(v), lse=lse, rest=self.lost)
-        constants = dict(FEATURES=self.plan.features, TILE=tile)
-        options = dict(num_warps=8, num_stages=1)
-        programs = blocks * q.shape[0] * q.shape[2]
-        return checked(
-            program.Launch(attn_bwd_rest_kernel, programs, args | self.shared, constants, options)
-        )
+        return self.by_blocks(attn_bwd_rest_kernel, blocks * q.shape[0] * q.shape[2], args)
 
     def before(self) -> program.Launch:
         """delta, and clears what the kernel of the gradients adds to."""
@@ -127,7 +122,7 @@ class Kernels:
         args |= dict(queue=queue) | self.shared
         constants = dict(FEATURES=plan.features, TILE=plan.tile)
         programs = programs_of(queue.tiles, saved.q.device)
-        if plan.tile.COUNTED:
+        if not plan.tile.ORDERED:
             programs = programs_beside_dq(queue.tiles, self.keys, saved.q.device)
         return checked(
             BackwardLaunch(hopper_bwd_kernel, programs, args, constants, dict(num_warps=4))
@@ -135,7 +130,7 @@ class Kernels:
 
     def after(self) -> list[Any]:
         """dQ, and the gradient of a bias, where it is not dS."""
-        is_counted = self.plan.tile.COUNTED
+        is_counted = not self.plan.tile.ORDERED
         args = dict(accumulated=self.dq, dq=strided(self.grads.dq))
         args |= dict(counts=self.semaphore if is_counted else None) | self.shared
         launches = [self.over_rows(hopper_bwd_dq_kernel, args, IS_EARLY=is_counted)]
@@ -148,16 +143,16 @@ class Kernels:
     def bias(self) -> program.Launch:
         """The gradient of the bias, by a kernel of its own; of no programs where it is empty."""
         q, k, v, dbias = self.saved.q, self.saved.k, self.saved.v, self.grads.dbias
-        tile = self.rows._replace(BLOCK_M=64, BLOCK_N=64)
-        sharing, programs = sharing_of(dbias, q, k, tile)
+        sharing, programs = sharing_of(dbias, q, k, self.blocks)
         args = dict(q=strided(q), k=strided(k), v=strided(v), dout=strided(self.dout))
         args |= dict(dbias=bias_of(dbias), stats=(self.saved.lse, self.delta, None))
-        args |= self.shared | dict(sharing=sharing)
-        constants, options = (
-            dict(FEATURES=self.plan.features, TILE=tile),
-            dict(num_warps=8, num_stages=1),
-        )
-        return checked(program.Launch(attn_bwd_dbias_kernel, programs, args, constants, options))
+        return self.by_blocks(attn_bwd_dbias_kernel, programs, args | dict(sharing=sharing))
+
+    def by_blocks(self, kernel: Any, programs: int, args: dict[str, Any]) -> program.Launch:
+        """A portable kernel, over pairs of blocks of 64."""
+        constants = dict(FEATURES=self.plan.features, TILE=self.blocks)
+        options = dict(num_warps=8, num_stages=1)
+        return checked(program.Launch(kernel, programs, args | self.shared, constants, options))
 
     def over_rows(self, kernel: Any, args: dict[str, Any], **constants: Any) -> program.Launch:
         """A kernel before or after that of the gradients, over tiles of ROWS queries."""

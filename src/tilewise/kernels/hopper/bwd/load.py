@@ -22,8 +22,8 @@ from .work_tile import (
     RaggedWork,
     fetch_tile,
     find_tile,
-    open_key_tile,
-    open_packed_tile,
+    is_tile,
+    open_tile,
     reset_packed_counter,
     tile_lengths,
 )
@@ -31,49 +31,28 @@ from .work_tile import (
 
 @gluon.jit
 def load_partition(inputs, rings, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
+    """The loop over tiles. Of sequences of equal length the host knows their number, of packed ones
+    only the device.
+    """
     modifiers = modifiers_of(call.optionals)
-    if FEATURES.PACKED:
-        load_packed(inputs, rings, modifiers=modifiers, call=call, FEATURES=FEATURES, TILE=TILE)
-    else:
-        load_batch(inputs, rings, modifiers=modifiers, call=call, FEATURES=FEATURES, TILE=TILE)
-
-
-@gluon.jit
-def load_batch(inputs, rings, modifiers, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
-    """The loop over tiles of sequences of equal length, whose number the host knows."""
     messages_state = start()
     keys_state = start()
     step = gl.to_tensor(0)
     tile = fetch_tile(call.queue, True) if TILE.ORDERED else gl.program_id(0)
-    while tile < call.queue.tiles:
-        work = open_key_tile(tile, modifiers, call=call, FEATURES=FEATURES, TILE=TILE)
+    key_tile = find_tile(tile, Hint(0, 0), call=call, FEATURES=FEATURES, TILE=TILE)
+    while is_tile(key_tile, call, FEATURES=FEATURES):
+        work = open_tile(key_tile, modifiers, call=call, FEATURES=FEATURES, TILE=TILE)
         send(rings.messages, messages_state, fields=work, BY_LANE=TILE.RAGGED)
         messages_state = advance(messages_state, 2)
         step = load_visits(inputs, rings, keys_state, step, work, modifiers, call, FEATURES, TILE)
         keys_state = advance(keys_state, 1)
         # Not sooner: others may wait for what a tile adds
         tile = fetch_tile(call.queue, TILE.ORDERED)
-    reset_counter(call.queue, tile, tiles=call.queue.tiles)
-    send_end(rings.messages, messages_state, TILE=TILE)
-
-
-@gluon.jit
-def load_packed(inputs, rings, modifiers, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
-    """The loop over tiles of packed sequences, whose number only the device knows."""
-    messages_state = start()
-    keys_state = start()
-    step = gl.to_tensor(0)
-    tile = fetch_tile(call.queue, True) if TILE.ORDERED else gl.program_id(0)
-    packed_tile = find_tile(tile, Hint(0, 0), call=call, FEATURES=FEATURES, TILE=TILE)
-    while packed_tile.batch < call.sizes.packed:
-        work = open_packed_tile(packed_tile, call, FEATURES=FEATURES, TILE=TILE)
-        send(rings.messages, messages_state, fields=work, BY_LANE=TILE.RAGGED)
-        messages_state = advance(messages_state, 2)
-        step = load_visits(inputs, rings, keys_state, step, work, modifiers, call, FEATURES, TILE)
-        keys_state = advance(keys_state, 1)
-        tile = fetch_tile(call.queue, TILE.ORDERED)
-        packed_tile = find_tile(tile, packed_tile.hint, call=call, FEATURES=FEATURES, TILE=TILE)
-    reset_packed_counter(packed_tile, call, TILE=TILE)
+        key_tile = find_tile(tile, key_tile.hint, call=call, FEATURES=FEATURES, TILE=TILE)
+    if FEATURES.PACKED:
+        reset_packed_counter(key_tile, call, TILE=TILE)
+    else:
+        reset_counter(call.queue, key_tile.tile, tiles=call.queue.tiles)
     send_end(rings.messages, messages_state, TILE=TILE)
 
 

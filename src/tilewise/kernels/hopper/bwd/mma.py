@@ -39,6 +39,7 @@ from .block_metadata import block_at, block_behind, needs_mask
 from .dropout import dropped_operand, marked, select, weight_of
 from .dropout_bits import draw_keep_bits
 from .epilogue import write_rows
+from .hidden import count_hidden, pass_block
 from .ordered_add import arrive_added, arrive_tile, wait_to_add
 from .query_blocks import block_after, block_index, count_blocks, first_block
 from .score_buffers import multiply_scores, share_scores, write_scores
@@ -60,15 +61,18 @@ def grad_partition(
     M: gl.constexpr = TILE.BLOCK_M
     D: gl.constexpr = TILE.BLOCK_D
     DV: gl.constexpr = TILE.BLOCK_DV
-    S_LAYOUT: gl.constexpr = accumulator(M)
     K_LAYOUT: gl.constexpr = accumulator(D)
     V_LAYOUT: gl.constexpr = accumulator(DV)
     dtype: gl.constexpr = rings.keys.k.dtype
     keys = rings.keys
     queries = rings.queries
     score_buffers = rings.score_buffers
-    no_scores = gl.zeros([64, M], gl.float32, S_LAYOUT)
+    no_scores = gl.zeros([64, M], gl.float32, accumulator(M))
     modifiers = modifiers_of(call.optionals)
+    # Of several heads, blocks that are hidden would lie between others
+    IS_PLAIN: gl.constexpr = FEATURES.GROUP == 1 and not (TILE.HAS_METADATA or TILE.BIAS_COPIED)
+    HIDES_FIRST: gl.constexpr = IS_PLAIN and M == 64 and WG == 1 and FEATURES.RIGHT
+    HIDES_LAST: gl.constexpr = IS_PLAIN and M == 64 and WG == 0 and FEATURES.LEFT
 
     step = gl.to_tensor(0)  # blocks so far
     tiles = gl.to_tensor(0)
@@ -81,14 +85,22 @@ def grad_partition(
         blocks = count_blocks(work, FEATURES)
         block = first_block(work, FEATURES)
         is_seen = blocks > 0 if TILE.RAGGED or FEATURES.MASK_M > 0 else True
-        # S^T = K Q^T: (64, BLOCK_M); the first overlaps with nothing
         wait_full(keys, PipelineState(0, tiles & 1))
+        begin, stop = 0, blocks
+        if HIDES_FIRST:
+            begin = count_hidden(work, call, WG=WG, FEATURES=FEATURES, TILE=TILE)
+            if begin > 0:
+                last_ds_state = ds_state
+                ds_state, step = pass_block(rings, ds_state, step=step, WG=WG, TILE=TILE)
+                block = block_after(block, work, FEATURES=FEATURES)
+        if HIDES_LAST:
+            stop -= count_hidden(work, call, WG=WG, FEATURES=FEATURES, TILE=TILE)
+        # S^T = K Q^T: (64, BLOCK_M); the first overlaps with nothing
         wait_full(queries, state_of(step), pred=is_seen)
         minus_lse = load_row(queries.minus_lse, step, like=no_scores)
-        left = half_of(keys.k, WG, step=step)
-        pending_s = multiply_queries(left, queries, step, minus_lse, no_scores, TILE)
+        pending_s = multiply_queries(keys, WG, queries, step, minus_lse, no_scores, TILE)
         s = warpgroup_mma_wait(0, deps=[pending_s])
-        for i in range(blocks):
+        for i in range(stop - begin):
             # dP^T = V dO^T - delta, while P is recomputed
             minus_delta = load_row(queries.minus_delta, step, like=no_scores)
             left = half_of(keys.v, WG, step=step)
@@ -106,7 +118,7 @@ def grad_partition(
             left = gl.convert_layout(tile.operand, left_operand(V_LAYOUT))
             pending_dv = warpgroup_mma(left, queries.do.index(step & 1), dv, is_async=True)
             ds = grad_scores(tile, dp, queries=queries, step=step, FEATURES=FEATURES).to(dtype)
-            wait_full(score_buffers, last_ds_state, pred=i > 0)
+            wait_full(score_buffers, last_ds_state, pred=i + begin > 0)
             share_scores(score_buffers.ds, ds_state.stage, WG=WG, ds=ds, TILE=TILE)
             fence_async_shared()  # makes the threads' stores visible to wgmma
             mbarrier.arrive(score_buffers.full.index(ds_state.stage), count=1)
@@ -114,12 +126,11 @@ def grad_partition(
             # dQ of the block before and dK += dS^T Q, then the next block's S^T. Before the first
             # block and after the last one, from what lies there, and not used
             dv = warpgroup_mma_wait(0, deps=[pending_dv])
-            goes_on = i + 1 < blocks
+            goes_on = i + begin + 1 < stop
             if TILE.LSE_FIRST:
                 wait_full(queries, state_of(step + 1), pred=goes_on)
                 minus_lse = load_row(queries.minus_lse, step + 1, like=no_scores)
-            k_smem = only_stage(keys.k, step)
-            pending_dq = multiply_scores(score_buffers.ds, last_ds_state.stage, k_smem, WG, TILE)
+            pending_dq = multiply_keys(score_buffers, last_ds_state, keys, step, WG, TILE)
             left = gl.convert_layout(ds, left_operand(K_LAYOUT))
             pending_dk = warpgroup_mma(left, queries.q.index(step & 1), dk, is_async=True)
             # The atomics overlap with dK, whose left operand is in registers. S^T reads both of its
@@ -130,10 +141,9 @@ def grad_partition(
                 # Not behind the atomics: what a thread compares would go into a register of their
                 # addresses, which are free 270 cycles later (packed, headdim 64: 5 to 7 %)
                 wait_full(queries, state_of(step + 1), pred=goes_on)
-            if i > 0:
+            if i + begin > 0:
                 add_dq_in_order(dq, outputs, rings, work, block, step, WG, call, FEATURES, TILE)
-            left = half_of(keys.k, WG, step=step)
-            pending_s = multiply_queries(left, queries, step + 1, minus_lse, no_scores, TILE)
+            pending_s = multiply_queries(keys, WG, queries, step + 1, minus_lse, no_scores, TILE)
             dk = warpgroup_mma_wait(1, deps=[pending_dk])
             release(queries, state_of(step))
             last_ds_state = ds_state
@@ -144,8 +154,16 @@ def grad_partition(
             # all
             s = warpgroup_mma_wait(0, deps=[pending_s])
         wait_full(score_buffers, last_ds_state, pred=is_seen)
-        k_smem = only_stage(keys.k, step)
-        pending_dq = multiply_scores(score_buffers.ds, last_ds_state.stage, k_smem, WG, TILE)
+        if HIDES_LAST:
+            if stop < blocks:
+                dq_state, last_ds_state = last_ds_state, ds_state
+                ds_state, next_step = pass_block(rings, ds_state, step=step, WG=WG, TILE=TILE)
+                pending_dq = multiply_keys(score_buffers, dq_state, keys, step, WG, TILE)
+                dq = warpgroup_mma_wait(0, deps=[pending_dq])
+                add_dq_in_order(dq, outputs, rings, work, block, step, WG, call, FEATURES, TILE)
+                block, step = block_after(block, work, FEATURES=FEATURES), next_step
+                wait_full(score_buffers, last_ds_state)
+        pending_dq = multiply_keys(score_buffers, last_ds_state, keys, step, WG, TILE)
         dq = warpgroup_mma_wait(0, deps=[pending_dq])
         if is_seen:
             add_dq_in_order(dq, outputs, rings, work, block, step, WG, call, FEATURES, TILE)
@@ -185,8 +203,11 @@ def load_row(row, step, like):
 
 
 @gluon.jit
-def multiply_queries(left, queries, step, minus_lse, no_scores, TILE: gl.constexpr):
+def multiply_queries(
+    keys, WG: gl.constexpr, queries, step, minus_lse, no_scores, TILE: gl.constexpr
+):
     """Starts S^T - lse = K Q^T - lse, lse in units of a raw score: (64, BLOCK_M)."""
+    left = half_of(keys.k, WG, step=step)
     right = queries.q.index(step & 1).permute((1, 0))
     if TILE.LSE_FIRST:
         first = minus_lse.broadcast_to(no_scores.shape)
@@ -211,6 +232,13 @@ def grad_scores(tile, dp, queries, step, FEATURES: gl.constexpr):
         minus_delta = load_row(queries.minus_delta, step, like=dp)
         dp = select(tile.keep_bits, dp, other=minus_delta)
     return score_gradient(tile.weight, dp, derivative=1.0)
+
+
+@gluon.jit
+def multiply_keys(buffers, state, keys, step, WG: gl.constexpr, TILE: gl.constexpr):
+    """Starts the warpgroup's half of dQ = dS K."""
+    k_smem = only_stage(keys.k, step)
+    return multiply_scores(buffers.ds, state.stage, k_smem, WG=WG, TILE=TILE)
 
 
 @gluon.jit

@@ -71,9 +71,8 @@ def value_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.const
             visited = block_at(block, queries.metadata, step=step, TILE=TILE)
             before = block_behind(block, queries.metadata, step, work, FEATURES, TILE)
             wait_full(score_buffers, state_of(step - 1), pred=i > 0)
-            k_smem = only_stage(rings.keys.k, step)
             if not HAS_DERIVATIVE:  # its derivative needs the registers
-                pending_dq = multiply_keys(score_buffers.ds, step - 1, k_smem, no_dq, 0)
+                pending_dq = multiply_keys(rings, step - 1, step, no_dq, 0)
             minus_lse = 0.0
             if not TILE.LSE_FIRST:
                 minus_lse = load_row(queries.minus_lse, step, like=no_scores)
@@ -83,15 +82,14 @@ def value_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.const
             score_buffers.p.store(in_register_order(tile.weight))
             mbarrier.arrive(score_buffers.p_full, count=1)
             if HAS_DERIVATIVE:
-                pending_dq = multiply_keys(score_buffers.ds, step - 1, k_smem, no_dq, 0)
+                pending_dq = multiply_keys(rings, step - 1, step, no_dq, 0)
             left = gl.convert_layout(tile.operand, left_operand(V_LAYOUT))
             pending_dv = warpgroup_mma(left, queries.do.index(step & 1), dv, is_async=True)
             dq = warpgroup_mma_wait(1, deps=[pending_dq])
             if i > 0:
                 wait_to_add(rings.add_barriers, step - 1, TILE=TILE)
                 add_dq(dq, outputs, work, before, 0, 4, call, FEATURES, TILE)
-            k_smem = only_stage(rings.keys.k, step)
-            pending_dq = multiply_keys(score_buffers.ds, step - 1, k_smem, no_dq, 1)
+            pending_dq = multiply_keys(rings, step - 1, step, no_dq, 1)
             dv, dq = warpgroup_mma_wait(0, deps=[pending_dv, pending_dq])
             release(queries, state_of(step))
             # Before S^T starts: its operands come from shared memory, by the path of atomics
@@ -109,8 +107,7 @@ def value_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.const
             wait_full(score_buffers, state_of(step - 1))
             wait_to_add(rings.add_barriers, step - 1, TILE=TILE)
             for part in gl.static_range(2):
-                k_smem = only_stage(rings.keys.k, step)
-                pending_dq = multiply_keys(score_buffers.ds, step - 1, k_smem, no_dq, part)
+                pending_dq = multiply_keys(rings, step - 1, step, no_dq, part)
                 dq = warpgroup_mma_wait(0, deps=[pending_dq])
                 add_dq(dq, outputs, work, before, part, 4, call, FEATURES, TILE)
             arrive_added(rings.add_barriers, step - 1, TILE=TILE)
@@ -153,8 +150,7 @@ def key_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.constex
         dp = warpgroup_mma_wait(0, deps=[pending_dp])
         for i in range(blocks):
             visited = block_at(block, queries.metadata, step=step, TILE=TILE)
-            k_smem = only_stage(rings.keys.k, step)
-            pending_dq = multiply_keys(score_buffers.ds, step - 1, k_smem, no_dq, LAST_PART)
+            pending_dq = multiply_keys(rings, step - 1, step, no_dq, LAST_PART)
             mbarrier.wait(score_buffers.p_full, step & 1)
             p = in_accumulator_order(score_buffers.p.load(by_register(64 * M)), S_LAYOUT)
             minus_delta = 0.0
@@ -174,9 +170,7 @@ def key_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.constex
                 add_dq(dq, outputs, work, before, LAST_PART, 4, call, FEATURES, TILE)
                 arrive_added(rings.add_barriers, step - 1, TILE=TILE)
             if LAST_PART == 3:
-                k_smem = only_stage(rings.keys.k, step)
-                pending_dq = multiply_keys(score_buffers.ds, step, k_smem, no_dq, 2)
-            if LAST_PART == 3:
+                pending_dq = multiply_keys(rings, step, step, no_dq, 2)
                 dk, dq = warpgroup_mma_wait(0, deps=[pending_dk, pending_dq])
             else:
                 dk = warpgroup_mma_wait(0, deps=[pending_dk])
@@ -191,8 +185,7 @@ def key_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.constex
             step += 1
             dp = warpgroup_mma_wait(0, deps=[pending_dp])
         if is_seen:
-            k_smem = only_stage(rings.keys.k, step)
-            pending_dq = multiply_keys(score_buffers.ds, step - 1, k_smem, no_dq, LAST_PART)
+            pending_dq = multiply_keys(rings, step - 1, step, no_dq, LAST_PART)
             dq = warpgroup_mma_wait(0, deps=[pending_dq])
             before = block_behind(block, queries.metadata, step, work, FEATURES, TILE)
             if LAST_PART == 2:
@@ -242,11 +235,11 @@ def multiply_rows(keys, queries, first, HAS_FIRST: gl.constexpr, TRIM: gl.conste
 
 
 @gluon.jit
-def multiply_keys(ds, step, k_smem, no_dq, PART: gl.constexpr):
-    """Starts dQ = dS K: one part of its columns."""
+def multiply_keys(rings, ds_step, step, no_dq, PART: gl.constexpr):
+    """Starts dQ = dS K of the dS of a step: one part of its columns."""
     C: gl.constexpr = no_dq.shape[1]
-    left = ds.index(step & 1).permute((1, 0))
-    right = k_smem.slice(PART * C, C, 1)
+    left = rings.score_buffers.ds.index(ds_step & 1).permute((1, 0))
+    right = only_stage(rings.keys.k, step).slice(PART * C, C, 1)
     return warpgroup_mma(left, right, no_dq, use_acc=False, is_async=True)
 
 

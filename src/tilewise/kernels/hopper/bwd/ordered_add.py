@@ -53,13 +53,11 @@ class AddOrder(NamedTuple):
 
 @gluon.jit
 def make_add_barriers(TILE: gl.constexpr):
-    """The barriers, where accumulation is ordered, or tiles are counted."""
+    """The barriers, where accumulation is ordered, and else of tiles, which are counted."""
     if TILE.ORDERED:
         return AddBarriers(make_barrier(2, 1), make_barrier(2, 2), make_barrier(2, 1))
-    elif TILE.COUNTED:
-        return AddBarriers(0, make_barrier(4, 2), signaled=0)
     else:
-        return AddBarriers(0, 0, signaled=0)
+        return AddBarriers(0, make_barrier(4, 2), signaled=0)
 
 
 @gluon.jit
@@ -83,13 +81,18 @@ def arrive_tile(barriers, tiles, TILE: gl.constexpr):
     The barrier has four stages: warpgroups are up to two tiles ahead of the warp that counts, which
     frees a message, for the tile after the next, as soon as it has read it.
     """
-    if TILE.COUNTED:
+    if not TILE.ORDERED:
         mbarrier.arrive(barriers.added.index(tiles & 3), count=1)
 
 
 @gluon.jit
-def wait_partition(rings, semaphores, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
-    """The warp that waits for semaphores, up to two blocks ahead of the warpgroups."""
+def order_partition(
+    rings, semaphores, call, SIGNALS: gl.constexpr, FEATURES: gl.constexpr, TILE: gl.constexpr
+):
+    """The warp that waits for semaphores, up to two blocks ahead of the warpgroups; or the one that
+    SIGNALS: it increments a block's semaphore once both warpgroups have added to the block.
+    """
+    barriers = rings.add_barriers
     step = gl.to_tensor(0)
     tiles = gl.to_tensor(0)
     work = receive_tile(rings.messages, tiles, TILE=TILE, WARPS=1)
@@ -97,30 +100,16 @@ def wait_partition(rings, semaphores, call, FEATURES: gl.constexpr, TILE: gl.con
         block = first_block(work, FEATURES)
         for _ in range(count_blocks(work, FEATURES)):
             order = add_order_of(semaphores, work, block, call, FEATURES, TILE)
-            mbarrier.wait(rings.add_barriers.signaled.index(step & 1), ((step >> 1) & 1) ^ 1)
-            if order.is_visited & (order.rank > 0):
-                wait_semaphore(order)
-            mbarrier.arrive(rings.add_barriers.may_add.index(step & 1), count=1)
-            block = block_after(block, work, FEATURES=FEATURES)
-            step += 1
-        tiles += 1
-        work = receive_tile(rings.messages, tiles, TILE=TILE, WARPS=1)
-
-
-@gluon.jit
-def signal_partition(rings, semaphores, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
-    """The warp that increments a block's semaphore once both warpgroups have added to the block."""
-    step = gl.to_tensor(0)
-    tiles = gl.to_tensor(0)
-    work = receive_tile(rings.messages, tiles, TILE=TILE, WARPS=1)
-    while work.start != END:
-        block = first_block(work, FEATURES)
-        for _ in range(count_blocks(work, FEATURES)):
-            order = add_order_of(semaphores, work, block, call, FEATURES, TILE)
-            mbarrier.wait(rings.add_barriers.added.index(step & 1), (step >> 1) & 1)
-            if order.is_visited:
-                gl.atomic_max(order.semaphore, order.rank + 1, sem="release")
-            mbarrier.arrive(rings.add_barriers.signaled.index(step & 1), count=1)
+            if SIGNALS:
+                mbarrier.wait(barriers.added.index(step & 1), (step >> 1) & 1)
+                if order.is_visited:
+                    gl.atomic_max(order.semaphore, order.rank + 1, sem="release")
+                mbarrier.arrive(barriers.signaled.index(step & 1), count=1)
+            else:
+                mbarrier.wait(barriers.signaled.index(step & 1), ((step >> 1) & 1) ^ 1)
+                if order.is_visited & (order.rank > 0):
+                    wait_semaphore(order)
+                mbarrier.arrive(barriers.may_add.index(step & 1), count=1)
             block = block_after(block, work, FEATURES=FEATURES)
             step += 1
         tiles += 1

@@ -55,8 +55,7 @@ def plan_of(
     has_metadata = problem.mods.block != NO_MODS.block or problem.has_dropout
     is_copied = is_copied and n == 128  # wide heads leave no shared memory
     flags = problem.deterministic, lse_first, is_ragged, has_metadata, is_copied, bias_grad
-    is_counted = not (problem.deterministic or problem.is_packed)
-    tile = KeyPipeline(m, n, block_d, block_dv, *flags, COUNTED=is_counted)
+    tile = KeyPipeline(m, n, block_d, block_dv, *flags)
     before = [1, 1, 1] if problem.is_packed else [1, 1]  # the dimensions of `ragged_by_head`
     before_keys = [1, 1, 1] if is_ragged else [1, 1]
     exact = problem.has_fp32_key_grads

@@ -72,5 +72,4 @@ def make_tile_messages(TILE: gl.constexpr):
     one that counts tiles.
     """
     COUNT: gl.constexpr = RAGGED_FIELDS if TILE.RAGGED else WORK_FIELDS
-    READERS: gl.constexpr = 4 if TILE.ORDERED else 2 + TILE.COUNTED
-    return make_messages(COUNT, READERS)
+    return make_messages(COUNT, 4 if TILE.ORDERED else 3)

@@ -46,45 +46,39 @@ RAGGED_FIELDS = gl.constexpr(len(RaggedWork._fields))
 
 
 class FoundTile(NamedTuple):
-    """A tile number of packed sequences, and its work tile."""
+    """A tile number, and its work tile."""
 
     tile: gl.tensor
     n_block: gl.tensor
     head: gl.tensor
-    batch: gl.tensor  # `sizes.packed` past the last tile
-    hint: tuple  # where to look for the next one
+    batch: gl.tensor  # `sizes.packed` past the last tile of packed sequences
+    hint: tuple  # where to look for the next one of packed sequences
 
 
 @gluon.jit
-def open_key_tile(tile, modifiers, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
-    """The work tile of a tile number, of a batch in which all sequences have as many rows. The head
-    is a key head.
-    """
-    n_block, head, batch = key_tile_in_group(tile, call.queue, call.sizes.seqlen_k, TILE.BLOCK_N)
-    if TILE.ORDERED and FEATURES.RIGHT:  # the order of accumulation
-        n_block = gl.cdiv(call.sizes.seqlen_k, TILE.BLOCK_N) - 1 - n_block
-    lengths = lengths_of(batch, call.sizes, optionals=call.optionals, FEATURES=FEATURES)
+def open_tile(found, modifiers, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
+    """The work tile of a found tile. The head is a key head."""
+    if FEATURES.PACKED:
+        n_block, head, batch = found.n_block, found.head, found.batch
+    else:
+        seqlen_k = call.sizes.seqlen_k
+        n_block, head, batch = key_tile_in_group(found.tile, call.queue, seqlen_k, TILE.BLOCK_N)
+        if TILE.ORDERED and FEATURES.RIGHT:  # the order of accumulation
+            n_block = gl.cdiv(seqlen_k, TILE.BLOCK_N) - 1 - n_block
+    offsets = offsets_of(batch, call.sizes, optionals=call.optionals, FEATURES=FEATURES)
+    lengths = lengths_in(offsets, batch, optionals=call.optionals, FEATURES=FEATURES)
     if FEATURES.MASK_M > 0:
         work = listed_work(n_block, head, batch, lengths, modifiers, call, FEATURES, TILE)
     else:
         work = work_of(n_block, head, batch, lengths, call, FEATURES, TILE)
-    if TILE.RAGGED:
-        rows = call.sizes.seqlen_k
-        return ragged(work, lengths, padded_q=0, stop_q=0, stop_k=rows, rows_k=rows)
-    else:
+    if not TILE.RAGGED:
         return work
-
-
-@gluon.jit
-def open_packed_tile(found, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
-    """The work tile of a found tile of packed sequences."""
-    batch = found.batch
-    offsets = offsets_of(batch, call.sizes, optionals=call.optionals, FEATURES=FEATURES)
-    lengths = lengths_in(offsets, batch, optionals=call.optionals, FEATURES=FEATURES)
-    work = work_of(found.n_block, found.head, batch, lengths, call, FEATURES, TILE)
-    padded_q = padded_row(offsets.first_q, batch, ROWS=ROWS)
-    stop_q = offsets.first_q + lengths.seqlen_q
-    return ragged(work, lengths, padded_q, stop_q, offsets.first_k + offsets.rows_k, offsets.rows_k)
+    elif FEATURES.PACKED:
+        padded_q = padded_row(offsets.first_q, batch, ROWS=ROWS)
+        stop_q, stop_k = offsets.first_q + lengths.seqlen_q, offsets.first_k + offsets.rows_k
+        return ragged(work, lengths, padded_q, stop_q, stop_k, offsets.rows_k)
+    else:
+        return ragged(work, lengths, 0, 0, stop_k=offsets.rows_k, rows_k=offsets.rows_k)
 
 
 @gluon.jit
@@ -138,15 +132,26 @@ def fetch_tile(queue, ORDERED: gl.constexpr):
 
 @gluon.jit
 def find_tile(tile, hint, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
-    """The tile of packed sequences that a number is, no smaller than the hint's."""
-    starts, sizes = call.optionals.cu_seqlens_k, call.sizes
-    nheads_k = call.queue.nheads
-    LAST_FIRST: gl.constexpr = TILE.ORDERED and FEATURES.RIGHT  # the order of accumulation
-    position = varlen_tile(
-        tile, hint, lanes(), starts, sizes.seqlen_k, sizes.packed, nheads_k,
-        TILE.BLOCK_N, 1, LAST_FIRST, call.queue.l2_group,
-    )  # fmt: skip
-    return FoundTile(tile, position.m_block, position.head, position.batch, position.hint)
+    """The tile that a number is, no smaller than the hint's."""
+    if FEATURES.PACKED:
+        LAST_FIRST: gl.constexpr = TILE.ORDERED and FEATURES.RIGHT  # the order of accumulation
+        starts, sizes, nheads_k = call.optionals.cu_seqlens_k, call.sizes, call.queue.nheads
+        position = varlen_tile(
+            tile, hint, lanes(), starts, sizes.seqlen_k, sizes.packed, nheads_k,
+            TILE.BLOCK_N, 1, LAST_FIRST, call.queue.l2_group,
+        )  # fmt: skip
+        return FoundTile(tile, position.m_block, position.head, position.batch, position.hint)
+    else:  # where it lies is found when it is opened: the warp has few registers
+        return FoundTile(tile, tile, head=tile, batch=tile, hint=hint)
+
+
+@gluon.jit
+def is_tile(found, call, FEATURES: gl.constexpr):
+    """Whether there is such a tile."""
+    if FEATURES.PACKED:
+        return found.batch < call.sizes.packed
+    else:
+        return found.tile < call.queue.tiles
 
 
 @gluon.jit
