@@ -32,6 +32,8 @@ class Words(NamedTuple):
     bias_is_also: str = ""  # a dtype besides those of numbers that are added
     captured: str = "a mask or score function has a tensor"
     shape: str = "batch, seqlen, nheads and headdim in the order of `layout`"
+    seqused_k: str = "seqused_k"
+    page_table: str = "page_table"
     is_heads_first: bool = False  # its shapes are (batch, nheads, seqlen, headdim)
     order: str = "if nheads comes before seqlen, pass layout='bhsd', or transpose packed tensors"
 

@@ -149,6 +149,15 @@ MOVED: dict[str, Any] = {  # not with a page table
     "a row that is not there": (dict(cache_batch_idx=ints(0, 2)), "cache_batch_idx"),
 }
 
+TABLES: dict[str, Any] = {  # not a page table, and what is said of it
+    "one dimension": (ints(0, 1), r"has shape \(2,\): with 2 sequences it must be \(2, pages\)"),
+    "no dimension": (ints(0)[0], r"has shape \(\)"),
+    "three dimensions": (ints(0, 1).view(2, 1, 1), r"has shape \(2, 1, 1\)"),
+    "another batch": (ints(0, 1, 2).view(3, 1), r"has shape \(3, 1\): with 2 sequences it must be \(2, pages\)"),
+    "numbers": (torch.zeros(2, 2), "dtype is torch.float32"),
+    "a list": ([[0, 1], [2, 3]], "is a list"),
+}
+
 
 def call(given: dict[str, Any]):
     return tilewise.flash_attn_with_kvcache(**given)
@@ -201,3 +210,13 @@ def test_queries_count_for_the_tables():
     call(given)  # all at the first position
     assert_refuses(given | dict(causal=True), "rotary_cos has 4 positions")
     call(given | rotary(5) | dict(causal=True))
+
+
+@pytest.mark.parametrize("lengths", [None, 3, ints(3, 3)], ids=["full", "a number", "lengths"])
+@pytest.mark.parametrize("has_new", [False, True])
+@pytest.mark.parametrize("name", ["block_table", "page_table"])
+def test_a_wrong_table_is_named_as_the_caller_does(name, has_new, lengths):
+    given = pages() | dict(block_table=None, cache_seqlens=lengths)
+    given |= {} if has_new else dict(k=None, v=None)
+    for table, match in TABLES.values():
+        assert_refuses(given | {name: table}, f"^{name}[ .]{match}")

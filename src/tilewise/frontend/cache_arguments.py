@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, Words
 from ..mods.compilers import share_batch
 from .checks import check_dims, check_kind, check_tensor
 from .scalars import as_int
@@ -53,13 +53,18 @@ def check_kinds(
 
 
 def lengths_before(
-    counts: dict[str, Any], batch: int, k_cache: Tensor, table: Tensor | None, rows: Tensor | None
+    counts: dict[str, Any],
+    batch: int,
+    k_cache: Tensor,
+    table: Tensor | None,
+    rows: Tensor | None,
+    words: Words,
 ) -> Tensor:
-    """The keys of each sequence before the new ones. All `counts` of sequences are checked; `rows`
-    has a first dimension of so many.
+    """The keys of each sequence before the new ones. All `counts` of sequences are checked, and
+    their page table; `rows` has a first dimension of so many.
     """
     length = counts["cache_seqlens"]
-    for name, x in counts.items():
+    for name, x in (*counts.items(), (words.page_table, table)):
         if x is None or (x is length and not (isinstance(x, Tensor) and x.ndim == 1)):
             continue
         if type(x) is not Tensor:
@@ -67,10 +72,11 @@ def lengths_before(
         check_kind(name, x, q=k_cache, dtypes=(torch.int32,), of="k_cache")
         if torch.compiler.is_compiling() and not name.startswith("cu_"):
             share_batch(rows, x)
-        size = batch + name.startswith("cu_")
-        if x.ndim != 1 or x.shape[0] != size:
+        size, is_table = batch + name.startswith("cu_"), x is table
+        if x.ndim != 1 + is_table or x.shape[0] != size:
+            form = f"({size}, pages)" if is_table else f"({size},)"
             raise ArgumentError(
-                f"{name} has shape {tuple(x.shape)}: with {batch} sequences it must be ({size},)"
+                f"{name} has shape {tuple(x.shape)}: with {batch} sequences it must be {form}"
             )
     if isinstance(length, Tensor) and length.ndim == 1:
         return length

@@ -27,7 +27,7 @@ from .checks import (
 )
 from .invariance import check_split_size
 from .scalars import Numbers, check_causal, check_numbers
-from .values import LENGTHS, check_cached_values
+from .values import check_cached_values
 
 Tensor = torch.Tensor
 
@@ -106,11 +106,11 @@ def launch_step(
     addresses: list[int] | None,
     has_lse: bool,
     layout: str = "bshd",
-    names: tuple[str, str] = LENGTHS,
+    words: Words = OURS,
 ) -> tuple[Tensor, Any] | None:
     """`out` and `lse` of a cached decode step, of `Cached.tensors`, `out` and what an append before
     it takes; None where it may not be launched now. `addresses` are those of the tensors that are
-    not None, where they are known, and `names` those of lengths and page table.
+    not None, where they are known.
     """
     shards.refuse_shards()
     out = tensors[OUT]
@@ -119,7 +119,7 @@ def launch_step(
         if layout == "bhsd":
             ordered = [x if x is None or x.dim() < 3 else x.transpose(1, 2) for x in ordered]
         cached = step.of_tensors(ordered[:OUT])
-        check_cached_values(cached, names)
+        check_cached_values(cached, words)
         fresh, lse = step(cached, ordered[OUT])
         return (fresh if layout == "bshd" else fresh.transpose(1, 2)) if out is None else out, lse
     if addresses is None:

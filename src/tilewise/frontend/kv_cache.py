@@ -36,8 +36,11 @@ WORDS = Words(
     scale="softmax_scale",
     window="window_size",
     sinks="learnable_sink",
+    seqused_k="cache_seqlens",
+    page_table="block_table",
     order="",
 )
+FA3_WORDS = WORDS._replace(page_table="page_table")
 
 
 @refuses_others("tilewise.flash_attn_with_kvcache")
@@ -134,7 +137,7 @@ def flash_attn_with_kvcache(
     entry = addresses = None
     longest = 0 if max_seqlen_q is None else step_bound(max_seqlen_q)
     place = block_table if page_table is None else page_table
-    names = "cache_seqlens", "block_table" if page_table is None else "page_table"
+    words = WORDS if page_table is None else FA3_WORDS
     has_one_table = page_table is None or block_table is None
     has_new = not (k is v is rotary_cos is rotary_sin is cu_seqlens_k_new is rotary_seqlens is None)
     is_moved = not (cache_batch_idx is cache_leftpad is None)
@@ -161,7 +164,7 @@ def flash_attn_with_kvcache(
             )
         if entry is not None and entry.call is not None:
             results = launch_step(
-                entry.call, tensors, addresses=addresses, has_lse=return_softmax_lse, names=names
+                entry.call, tensors, addresses=addresses, has_lse=return_softmax_lse, words=words
             )
             if results is not None:
                 return results if return_softmax_lse else results[0]
@@ -190,14 +193,16 @@ def flash_attn_with_kvcache(
     counts: Any = dict(cache_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx)
     counts |= dict(cache_leftpad=cache_leftpad, rotary_seqlens=rotary_seqlens)
     counts["cu_seqlens_k_new"] = cu_seqlens_k_new
-    before = lengths_before(counts, batch, k_cache, table, rows=None if is_packed else q)
+    before = lengths_before(
+        counts, batch, k_cache, table, rows=None if is_packed else q, words=words
+    )
     causal = check_flag("causal", causal)
     return_softmax_lse = check_flag("return_softmax_lse", return_softmax_lse)
     if rotary_cos is not None:
         rotary_interleaved = check_flag("rotary_interleaved", rotary_interleaved)
         check_rotation(q, cos=rotary_cos, sin=rotary_sin)
     if cache_batch_idx is not None:
-        place, names = cache_batch_idx.unsqueeze(1), (names[0], "cache_batch_idx")
+        place, words = cache_batch_idx.unsqueeze(1), words._replace(page_table="cache_batch_idx")
     chunk = check_chunk(attention_chunk)
     numbers = Numbers(softmax_scale, softcap, causal=causal, window=window_size)
     sides = (within_chunk(numbers, chunk) if chunk else numbers).sides("window_size")
@@ -205,10 +210,10 @@ def flash_attn_with_kvcache(
     last_key = values.last_read(q, cu_seqlens_q, left=sides[0])
     used, fewest = before, None
     if k is not None:
-        names = f"{names[0]} + new keys", names[1]
+        words = words._replace(seqused_k="cache_seqlens + new keys")
         used, fewest = lengths_after(before, k, cu_seqlens_k_new)
     counted = before if used is None else used
-    values.check_reach(k_cache, place, counted, names=names, least=fewest, read=last_key)
+    values.check_reach(k_cache, place, counted, words=words, least=fewest, read=last_key)
     if cache_leftpad is not None and used is not None:
         values.check_leftpad(cache_leftpad, used)
     cached = Cached(

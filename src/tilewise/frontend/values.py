@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from ..kernels.common.appended import Append
 
 Tensor = torch.Tensor
-LENGTHS = "seqused_k", "page_table"  # and tables, as `tilewise.attention` calls them
 
 # Kernels subtract the maximum from scaled scores in one multiply-add, which leaves the rounding of
 # the scaled maximum as an exponent: half of its last bit, 8 at 2^28, where P may leave fp16, and
@@ -75,13 +74,13 @@ def check_starts(
         )
 
 
-def check_cached_values(cached: Cached, names: tuple[str, str] = LENGTHS) -> None:
-    """Lengths and pages of a call with a cache; `names` as in `check_reach`."""
+def check_cached_values(cached: Cached, words: Words = OURS) -> None:
+    """Lengths and pages of a call with a cache."""
     starts, q = cached.extras.cu_seqlens_q, cached.q
     if starts is not None:
         check_starts("cu_seqlens_q", starts, q.shape[0], "queries")
     used, read = cached.extras.seqused_k, last_read(q, starts, left=cached.scalars.left)
-    check_reach(cached.k, cached.page_table, seqused_k=used, names=names, read=read)
+    check_reach(cached.k, cached.page_table, seqused_k=used, words=words, read=read)
 
 
 def last_read(q: Tensor, cu_seqlens_q: Tensor | None, left: int) -> int | Tensor | None:
@@ -98,31 +97,30 @@ def check_reach(
     page_table: Tensor | None,
     seqused_k: Tensor | None,
     *,
-    names: tuple[str, str] = LENGTHS,
+    words: Words = OURS,
     least: list[int] | None = None,
     read: int | Tensor | None = None,
 ) -> None:
-    """Checks that every key in use has a slot, in an existing page: `names` are those of lengths
-    and table, `least` the fewest keys of each sequence, and `read` how many of its last ones are
-    read, None for all.
+    """Checks that every key in use has a slot, in an existing page: `least` are the fewest keys of
+    each sequence, and `read` is how many of its last ones are read, None for all.
     """
     tensors = [x for x in (seqused_k, page_table) if x is not None]
     if not tensors or not all(map(knows_values, tensors)):
         return
     if page_table is not None and page_table.shape[:1] != tensors[0].shape[:1]:
         return  # a wrong shape has its own error
-    room, (lengths_name, table_name) = capacity(k, page_table), names
+    room = capacity(k, page_table)
     lengths = [room] * len(tensors[0]) if seqused_k is None else seqused_k.tolist()
     if any(not fewest <= n <= room for n, fewest in zip(lengths, least or [0] * len(lengths))):
-        place = f"k has {room} rows per sequence"
+        place = f"{words.k} has {room} rows per sequence"
         if page_table is not None:
             place = (
-                f"{table_name} has {page_table.shape[1]} pages of {k.shape[1]} keys per sequence, "
+                f"{words.page_table} has {page_table.shape[1]} pages of {k.shape[1]} keys per sequence, "
                 f"room for {room} keys"
             )
         fewest = "0" if not any(least or ()) else f"as many as new keys, {least}"
         raise ArgumentError(
-            f"{lengths_name}={lengths}: it must be at least {fewest}, and {place}: widen it, or "
+            f"{words.seqused_k}={lengths}: it must be at least {fewest}, and {place}: widen it, or "
             "shorten the sequences"
         )
     if page_table is None:
@@ -136,7 +134,7 @@ def check_reach(
     if bool(is_wrong.any()):
         row, column = is_wrong.nonzero()[0].tolist()
         raise ArgumentError(
-            f"{table_name}[{row}, {column}] is {int(page_table[row, column])}, a page that the "
+            f"{words.page_table}[{row}, {column}] is {int(page_table[row, column])}, a page that the "
             f"{lengths[row]} keys in use reach: it must be at least 0 and below the number of "
             f"pages, {k.shape[0]}"
         )
