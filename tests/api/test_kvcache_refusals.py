@@ -153,7 +153,10 @@ TABLES: dict[str, Any] = {  # not a page table, and what is said of it
     "one dimension": (ints(0, 1), r"has shape \(2,\): with 2 sequences it must be \(2, pages\)"),
     "no dimension": (ints(0)[0], r"has shape \(\)"),
     "three dimensions": (ints(0, 1).view(2, 1, 1), r"has shape \(2, 1, 1\)"),
-    "another batch": (ints(0, 1, 2).view(3, 1), r"has shape \(3, 1\): with 2 sequences it must be \(2, pages\)"),
+    "another batch": (
+        ints(0, 1, 2).view(3, 1),
+        r"has shape \(3, 1\): with 2 sequences it must be \(2, pages\)",
+    ),
     "numbers": (torch.zeros(2, 2), "dtype is torch.float32"),
     "a list": ([[0, 1], [2, 3]], "is a list"),
 }

@@ -8,6 +8,7 @@ import functools
 
 import pytest
 import torch
+from helpers.quantizing import quantized
 
 import tilewise
 from tilewise.kernels.common.quantized import FP8, Lengths
@@ -222,7 +223,7 @@ def test_short_sequences_have_the_bits_of_separate_launches(seqlen, used, monkey
     draws = [[x.bfloat16() for x in given] for given in draws]
     with monkeypatch.context() as separately:
         separately.setattr(quantize, "waits_for_heads", lambda *of: False)
-        separate = functools.partial(quantize.quantize, steps=plain.Steps(True, True, True))
+        separate = functools.partial(quantized, steps=plain.Steps(True, True, True))
         options = dict(scales=(None,) * 3, of=Lengths(seqused_k=used))
         expected = [fields(separate(*given, **options)) for given in draws]
     noise, other = torch.randn(2048, 2048, device="cuda"), torch.cuda.Stream()

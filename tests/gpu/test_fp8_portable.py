@@ -122,14 +122,14 @@ LENGTHS = {
 @pytest.mark.parametrize("steps", [Steps(True, True, True), Steps(False, False, False)], ids=str)
 @pytest.mark.parametrize("name", LENGTHS)
 def test_quantising_is_that_of_plain_torch(name, steps, dtype, headdim):
-    from tilewise.kernels.portable import quantize as kernels
+    from helpers.quantizing import quantized
 
     rows, lengths = LENGTHS[name]
     of = Lengths(**{n: torch.tensor(x, dtype=INT32, device="cuda") for n, x in lengths.items()})
     q, k, v = (torch.randn(*rows, n, headdim, device="cuda").to(dtype) for n in (4, 2, 2))
     k[..., 3] += 5.0
     v = v + 1.0
-    found, again = (kernels.quantize(q, k, v, steps, (None, None, None), of) for _ in range(2))
+    found, again = (quantized(q, k, v, steps, (None, None, None), of) for _ in range(2))
     # On the CPU: torch divides by a number on a GPU by multiplying with its inverse
     given, lengths = ([None if x is None else x.cpu() for x in xs] for xs in ((q, k, v), of))
     expected = plain.quantize(*given, steps, (None, None, None), Lengths(*lengths))
@@ -155,12 +155,12 @@ def test_quantising_is_that_of_plain_torch(name, steps, dtype, headdim):
 @pytest.mark.parametrize("value", [1000.0, torch.inf, torch.nan])
 def test_what_a_scale_has_no_room_for_is_rounded_again(value, steps):
     """In a block that was not looked at before, of one sequence."""
-    from tilewise.kernels.portable import quantize as kernels
+    from helpers.quantizing import quantized
 
     q, k, v = (torch.randn(2, 3000, n, 64, device="cuda").to(BF16) for n in (4, 2, 2))
     for x in (q, k, v):
         x[1, 131, -1, 5] = value
-    found = kernels.quantize(q, k, v, steps, (None, None, None), Lengths())
+    found = quantized(q, k, v, steps, (None, None, None), Lengths())
     given = (x.cpu() for x in (q, k, v))
     expected = plain.quantize(*given, steps, (None, None, None), Lengths())
     for mine, theirs in zip(found.scales, expected.scales):
@@ -200,25 +200,25 @@ def test_rotary_tables(name, interleaved, headdim):
 
 @pytest.mark.parametrize("name", LENGTHS)
 def test_transposed_values(name):
-    from tilewise.kernels.portable import quantize as kernels
+    from helpers.quantizing import transposed_by_kernels
 
     rows, lengths = LENGTHS[name]
     of = Lengths(**{n: torch.tensor(x, dtype=INT32, device="cuda") for n, x in lengths.items()})
     v = torch.randn(*rows, 3, 128, device="cuda").to(FP8)
     found, expected = (
         f(v, of.seqused_k, of.cu_seqlens_k)
-        for f in (kernels.transposed_values, plain.transposed_values)
+        for f in (transposed_by_kernels, plain.transposed_values)
     )
     assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
 
 
 def test_rows_past_2_to_31_elements():
-    from tilewise.kernels.portable import quantize as kernels
+    from helpers.quantizing import transposed_by_kernels
 
     apart, rows = 1 << 24, 200
     v = torch.empty(rows * apart, dtype=torch.uint8, device="cuda")
     v = v.as_strided((1, rows, 1, 16), (0, apart, 16, 1))
     v.copy_(torch.randint(0, 100, v.shape))
-    found = kernels.transposed_values(v.view(FP8), None, None)
+    found = transposed_by_kernels(v.view(FP8), None, None)
     expected = plain.transposed_values(v.contiguous().view(FP8), None, None)
     assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))

@@ -34,9 +34,17 @@ def tensors(rows, heads=(4, 2), headdims=(64, 48), dtype=BF16, seed=0):
     return q.to(dtype), k.to(dtype), (v + 1.0).to(dtype)
 
 
+def quantized(q, k, v, steps, scales, of, rotary=None):
+    return kernels.prepare_quantize(steps)(q, k, v, scales, of, rotary)
+
+
+def transposed_by_kernels(v, seqused_k, cu_seqlens_k):
+    return kernels.prepare_transposed()(v, seqused_k, cu_seqlens_k)
+
+
 def by_kernels(*args):
     with use_interpreter():
-        return kernels.quantize(*args)
+        return quantized(*args)
 
 
 def assert_codes(found, expected):

@@ -16,13 +16,13 @@ from helpers.quantizing import (
     by_kernels,
     ints,
     tensors,
+    transposed_by_kernels,
 )
 from helpers.tiers import sample, sample_rows
 
 from tilewise.kernels.common.quantized import COLUMNS, FP8, LARGEST, Lengths
 from tilewise.kernels.cpu import quantize as plain
 from tilewise.kernels.cpu.quantize import Steps
-from tilewise.kernels.portable import quantize as kernels
 from tilewise.kernels.portable import quantize_memory
 from tilewise.testing import use_interpreter
 from tilewise.tile.quantize import SMALLEST
@@ -229,7 +229,7 @@ def test_transposed_values(name, memory):
     elif memory == "last apart":
         v = torch.stack([v, v], -1).view(torch.uint8)[..., 0].view(FP8)
     with use_interpreter():
-        found = kernels.transposed_values(v, of.seqused_k, of.cu_seqlens_k)
+        found = transposed_by_kernels(v, of.seqused_k, of.cu_seqlens_k)
     expected = plain.transposed_values(v, of.seqused_k, of.cu_seqlens_k)
     assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
 
@@ -238,7 +238,7 @@ def test_rows_before_the_first_sequence():
     """As a cut of longer packed tensors has them: the first column follows from the first key."""
     v = tensors((1, 300))[2].to(FP8)
     with use_interpreter():
-        found = kernels.transposed_values(v, None, ints(135, 140, 290))
+        found = transposed_by_kernels(v, None, ints(135, 140, 290))
     expected = torch.zeros_like(found.view(torch.uint8))
     for sequence, (first, keys) in enumerate([(135, 5), (140, 150)]):
         alone = transposed(v[:, first : first + keys], [keys])
@@ -253,6 +253,6 @@ def test_rows_past_2_to_31_elements():
     v = torch.empty(rows * apart, dtype=torch.uint8).as_strided((1, rows, 1, 16), (0, apart, 16, 1))
     v.copy_(torch.randint(0, 100, v.shape))
     with use_interpreter():
-        found = kernels.transposed_values(v.view(FP8), None, None)
+        found = transposed_by_kernels(v.view(FP8), None, None)
     expected = plain.transposed_values(v.contiguous().view(FP8), None, None)
     assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))

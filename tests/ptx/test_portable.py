@@ -4,7 +4,16 @@ import pytest
 import torch
 from helpers import fp8
 from helpers.caches import contiguous, paged, sequences
-from helpers.quantizing import ALL, BF16, LENGTHS, NO_SCALES, NONE, tensors
+from helpers.quantizing import (
+    ALL,
+    BF16,
+    LENGTHS,
+    NO_SCALES,
+    NONE,
+    quantized,
+    tensors,
+    transposed_by_kernels,
+)
 from helpers.tiers import sample, sample_rows
 
 import tilewise
@@ -18,7 +27,6 @@ from tilewise.kernels.common.quantized import FP8, Lengths
 from tilewise.kernels.cpu import quantize as plain
 from tilewise.kernels.hopper import copy_rows
 from tilewise.kernels.portable import decode_launch, quantize_memory
-from tilewise.kernels.portable import quantize as kernels
 from tilewise.kernels.portable.signals import LANES, WORDS, barrier_kernel, poison_kernel
 from tilewise.testing import use_interpreter
 
@@ -53,7 +61,7 @@ def test_codes_and_scales_have_the_bits_of_torch(name, arch, executed, monkeypat
     monkeypatch.setattr(quantize_memory, "architecture", lambda device: arch)
     rows, of = LENGTHS[name]
     q, k, v = tensors(rows)
-    found = kernels.quantize(q, k, v, NONE, NO_SCALES, of)
+    found = quantized(q, k, v, NONE, NO_SCALES, of)
     expected = plain.quantize(q, k, v, NONE, NO_SCALES, of)
     for mine, theirs in zip(found.scales, expected.scales):
         assert_bits(mine, theirs)
@@ -71,7 +79,7 @@ SMOOTHED = [(2**n, dtype) for n in range(4, 9) for dtype in (BF16, torch.float16
 @pytest.mark.parametrize("headdim, dtype", [*SMOOTHED, (96, BF16), (65, BF16), (192, BF16)])
 def test_rotation_and_means(headdim, dtype, executed):
     x, of = tensors((1, 140), headdims=(headdim, headdim), dtype=dtype), Lengths()
-    found = kernels.quantize(*x, ALL, NO_SCALES, of)
+    found = quantized(*x, ALL, NO_SCALES, of)
     expected = plain.quantize(*x, ALL, NO_SCALES, of)
     for mine, theirs in zip((*found.scales, *found[4:6]), (*expected.scales, *expected[4:6])):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
@@ -90,7 +98,7 @@ def test_nan_zero_and_saturation(arch, executed, monkeypatch):
     q, k, v = tensors((2, 40))
     k[0, 3, 1, 5], v[1], q[:, 0] = torch.nan, 0.0, torch.inf
     given = torch.tensor(0.001).expand(2, 2), None, None
-    found = kernels.quantize(q, k, v, NONE, given, Lengths())
+    found = quantized(q, k, v, NONE, given, Lengths())
     expected = plain.quantize(q, k, v, NONE, given, Lengths())
     for mine, theirs in zip((*found[:3], *found.scales), (*expected[:3], *expected.scales)):
         is_nan = theirs.isnan()
@@ -102,7 +110,7 @@ def test_nan_zero_and_saturation(arch, executed, monkeypatch):
 def test_transposed_values(name, executed):
     rows, of = LENGTHS[name]
     v = tensors(rows)[2].to(FP8)
-    found = kernels.transposed_values(v, of.seqused_k, of.cu_seqlens_k)
+    found = transposed_by_kernels(v, of.seqused_k, of.cu_seqlens_k)
     assert_bits(found, plain.transposed_values(v, of.seqused_k, of.cu_seqlens_k))
 
 

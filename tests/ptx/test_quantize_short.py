@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers.quantizing import ALL, NO_SCALES, ints, tensors
+from helpers.quantizing import ALL, NO_SCALES, ints, quantized, tensors
 
 from ptx import executing
 from tilewise.kernels.common.quantized import Lengths
@@ -31,8 +31,8 @@ def test_bits_are_those_of_one_pass_after_another(name, seed, monkeypatch):
     rows, heads, of, steps = CASES[name]
     x = tensors(rows, heads, (128, 128))
     with executing(monkeypatch, seed=seed), use_interpreter():
-        found = quantize.quantize(*x, steps, NO_SCALES, of)
+        found = quantized(*x, steps, NO_SCALES, of)
         monkeypatch.setattr(quantize, "waits_for_heads", lambda *of_call: False)
-        expected = quantize.quantize(*x, steps, NO_SCALES, of)
+        expected = quantized(*x, steps, NO_SCALES, of)
     for mine, theirs in zip(bits_of(found), bits_of(expected)):
         assert mine is theirs is None or mine.equal(theirs)

@@ -115,8 +115,8 @@ def check_reach(
         place = f"{words.k} has {room} rows per sequence"
         if page_table is not None:
             place = (
-                f"{words.page_table} has {page_table.shape[1]} pages of {k.shape[1]} keys per sequence, "
-                f"room for {room} keys"
+                f"{words.page_table} has {page_table.shape[1]} pages of {k.shape[1]} keys per "
+                f"sequence, room for {room} keys"
             )
         fewest = "0" if not any(least or ()) else f"as many as new keys, {least}"
         raise ArgumentError(
@@ -134,8 +134,8 @@ def check_reach(
     if bool(is_wrong.any()):
         row, column = is_wrong.nonzero()[0].tolist()
         raise ArgumentError(
-            f"{words.page_table}[{row}, {column}] is {int(page_table[row, column])}, a page that the "
-            f"{lengths[row]} keys in use reach: it must be at least 0 and below the number of "
+            f"{words.page_table}[{row}, {column}] is {int(page_table[row, column])}, a page that "
+            f"the {lengths[row]} keys in use reach: it must be at least 0 and below the number of "
             f"pages, {k.shape[0]}"
         )
 

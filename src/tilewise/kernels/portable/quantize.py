@@ -1,11 +1,9 @@
-"""Host side of quantising: `quantize` and `transposed_values` of `kernels/cpu/quantize.py`, by
-kernels.
-"""
+"""Host side of quantising: what `kernels/cpu/quantize.py` computes, by kernels."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,30 +22,8 @@ FIELDS = ("q", "k", "v", *SCALES, *Lengths._fields, "cos", "sin")
 OF_VALUES = ("v", "seqused_k", "cu_seqlens_k")
 
 
-def quantize(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    steps: Any,
-    scales: Sequence[Tensor | None],
-    of: Lengths,
-    rotary: Rotary | None = None,
-) -> Quantized:
-    """Quantises 4-dimensional tensors; `steps` has rotate, smooth_k and smooth_v, and `scales` are
-    the caller's, (batch, nheads_k).
-    """
-    return prepare_quantize(steps)(q, k, v, scales, of, rotary)
-
-
-def transposed_values(v: Tensor, seqused_k: Tensor | None, cu_seqlens_k: Tensor | None) -> Tensor:
-    """V^T, (batch, nheads_k, headdim_v, columns), of e4m3 (batch, seqlen_k, nheads_k, headdim_v):
-    0 where no key is in use.
-    """
-    return prepare_transposed()(v, seqused_k, cu_seqlens_k)
-
-
 def prepare_quantize(steps: Any) -> Callable[..., Quantized]:
-    """`quantize` of one signature."""
+    """`quantize` of one signature, whose `scales` are the caller's, (batch, nheads_k)."""
     programs = [
         Planned(FIELDS, functools.partial(quantize_program, steps, is_interleaved))
         for is_interleaved in (False, True)
