@@ -1,7 +1,5 @@
 """The records that tile functions take, with everything off unless asked."""
 
-import torch
-
 from tilewise.kernels.common.arguments import numbers_of
 from tilewise.problem import Scalars
 from tilewise.tile.types import Features, Lengths, Optionals, Sequence, Tile
@@ -26,7 +24,5 @@ def sequence(seqlen_q, seqlen_k, diagonal=None, left=-1, right=-1, slope=0.0, **
     """One head of one sequence; numbers as a launch of this size passes them."""
     diagonal = seqlen_k - seqlen_q if diagonal is None else diagonal
     scalars = Scalars(scores.get("scale", 1.0), scores.get("softcap", 0.0), left, right)
-    sizes = (
-        torch.empty(0, device="meta").expand(1, seqlen, 1, 0) for seqlen in (seqlen_q, seqlen_k)
-    )
-    return Sequence(Lengths(seqlen_q, seqlen_k, diagonal), slope, numbers_of(scalars, *sizes))
+    numbers = numbers_of(scalars, seqlen_q, seqlen_k)
+    return Sequence(Lengths(seqlen_q, seqlen_k, diagonal), slope, numbers)

@@ -102,14 +102,13 @@ def sizes_of(q: Tensor, k: Tensor, extras: Extras = NO_EXTRAS) -> Sizes:
     return Sizes(extras.sequences, q.shape[2], q.shape[1], k.shape[1])
 
 
-def numbers_of(scalars: Scalars, q: Tensor, k: Tensor) -> Numbers:
+def numbers_of(scalars: Scalars, seqlen_q: int, seqlen_k: int) -> Numbers:
     """Scale and softcap in base 2.
 
     Window sides are cut to what the lengths can reach, so that sums of indices stay in 32
     bits for lengths up to 2^30.
     """
-    reach = max(q.shape[1], k.shape[1])
-    threshold = threshold_of(scalars.dropout_p)
+    reach, threshold = max(seqlen_q, seqlen_k), threshold_of(scalars.dropout_p)
     return Numbers(
         scale=scalars.scale,
         scale_log2=scalars.scale * LOG2_E,

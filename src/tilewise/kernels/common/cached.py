@@ -64,17 +64,9 @@ class Cached(NamedTuple):
 
     def of_tensors(self, tensors: Sequence[Any]) -> Cached:
         """A copy with these `tensors`."""
-        q, k, v, table, used, starts, slopes, sinks, *descales = tensors
-        extras = self.extras._replace(seqused_k=used, cu_seqlens_q=starts)
-        return self._replace(
-            q=q,
-            k=k,
-            v=v,
-            page_table=table,
-            extras=extras._replace(alibi_slopes=slopes, sinks=sinks),
-            k_descale=descales[0],
-            v_descale=descales[1],
-        )
+        named = dict(zip(READ_NAMES, tensors))
+        extras = {name: named.pop(name) for name in Extras._fields if name in named}
+        return self._replace(extras=self.extras._replace(**extras), **named)
 
     @property
     def problem(self) -> Problem:

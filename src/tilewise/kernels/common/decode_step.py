@@ -40,8 +40,15 @@ def program_of(
     return Program([name for name, x in named if x is not None], launches, work)
 
 
-def run(program: Program, cached: Cached, out: Tensor, lse: Tensor) -> DecodeStep | None:
-    """Writes `out` and `lse`. Returns how it is done again, where the call has an entry."""
+def run(
+    cached: Cached, out: Tensor, lse: Tensor, launches_of: Callable[..., Sequence[Launch]]
+) -> DecodeStep | None:
+    """Writes `out` and `lse` of all queries that belong to a sequence. Returns how it is done
+    again, where the call has an entry.
+    """
+    if not out.numel():
+        return None
+    program = program_of(cached, out, lse, launches_of)
     tensors = [*cached.tensors, out, lse, *cached.extras.captured]
     program([x for x in tensors if x is not None])
     is_again = program.again is not None and program.takes_addresses

@@ -4,6 +4,7 @@ tensors in the emulator.
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,8 +25,9 @@ DTYPES = (torch.float16, torch.bfloat16)
 
 FP8_OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
 
-OF_FP8 = ["prepare_fp8", "takes_values"]  # of fwd/fp8_launch.py
-LAUNCHES = ["prepare", "prepare_backward", *OF_FP8]
+# The files of what calls launch, which import Triton
+LAUNCHES = {"prepare": "fwd.launch", "prepare_backward": "bwd.launch"}
+LAUNCHES |= dict.fromkeys(("prepare_fp8", "takes_values"), "fwd.fp8_launch")
 
 __all__ = [
     "NAME",
@@ -121,16 +123,9 @@ def _is_hopper(device: torch.device) -> bool:
 
 
 def __getattr__(name: str) -> Any:
-    """Attributes of the launch modules, imported lazily: CPU calls import no Triton."""
+    """A function of LAUNCHES, imported lazily: CPU calls import no Triton."""
     if name not in LAUNCHES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name in OF_FP8:
-        from .fwd import fp8_launch
-
-        globals()[name] = getattr(fp8_launch, name)
-    else:
-        from .bwd import launch as bwd_launch
-        from .fwd import launch
-
-        globals()[name] = getattr(bwd_launch if "backward" in name else launch, name)
+    module = importlib.import_module(f".{LAUNCHES[name]}", __name__)
+    globals()[name] = getattr(module, name)
     return globals()[name]

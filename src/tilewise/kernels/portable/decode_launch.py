@@ -13,7 +13,7 @@ from ...tile.types import Sizes, Strided, Tile
 from ..common.arguments import features_of, numbers_of, optionals_of, scales_of, strided_of
 from ..common.building import num_sms
 from ..common.cached import Cached
-from ..common.decode_step import DecodeStep, program_of, run
+from ..common.decode_step import DecodeStep, run
 from ..common.program import Launch, checked
 from .decode import Cache, Partials, attn_fold_kernel, attn_split_kernel
 from .plan import options_of, padded_headdims
@@ -109,12 +109,8 @@ def readable(cached: Cached) -> Cached:
 
 
 def forward(cached: Cached, out: Tensor, lse: Tensor) -> DecodeStep | None:
-    """Writes `out` and `lse` of all queries that belong to a sequence. Returns how it is done
-    again, where the call has an entry.
-    """
-    if not out.numel():
-        return None
-    return run(program_of(cached, out, lse, launches_of), cached, out, lse)
+    """As `run`."""
+    return run(cached, out, lse, launches_of)
 
 
 def launches_of(
@@ -140,10 +136,7 @@ def launches_of(
     is_packed = extras.cu_seqlens_q is not None
     rows = q.shape[-3]
     sizes = Sizes(batch if is_packed else 0, problem.nheads_k, rows, fit)
-    reach = max(rows, fit)
-    numbers = numbers_of(cached.scalars, q, k)
-    left, right = cached.scalars.left, cached.scalars.right
-    numbers = numbers._replace(left=min(left, reach), right=min(right, reach))
+    numbers = numbers_of(cached.scalars, rows, fit)
     # How many queries each packed sequence has, only the device knows
     choice = choice_of(problem, triton.cdiv(rows, max(batch, 1)) if is_packed else rows)
     of_tile, of_block = (n // problem.group for n in (choice.tile.BLOCK_M, choice.rows))

@@ -100,7 +100,7 @@ def plan_tiles(
     """
     q, k, sizes = read["q"], read["k"], sizes_of(read["q"], read["k"], extras)
     shared: dict[str, Any] = dict(optionals=optionals_of(extras, problem.mods), sizes=sizes)
-    shared |= dict(numbers=numbers_of(scalars, q, k))
+    shared |= dict(numbers=numbers_of(scalars, q.shape[1], k.shape[1]))
     return Plan(
         name,
         kernel,

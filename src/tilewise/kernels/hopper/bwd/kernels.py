@@ -51,7 +51,7 @@ class Kernels:
         self.problem, self.saved, self.extras, self.grads = problem, saved, extras, grads
         self.plan, of_ds = plan_for(problem, scalars, q, k, saved.v, extras.bias, grads.dbias)
         self.optionals, self.sizes = optionals_of(extras, problem.mods), sizes_of(q, k, extras)
-        self.numbers = numbers_of(scalars, q, k)
+        self.numbers = numbers_of(scalars, q.shape[1], k.shape[1])
         self.shared = dict(optionals=self.optionals, sizes=self.sizes, numbers=self.numbers)
         tile, m_blocks = self.plan.tile, padded_blocks(problem, self.sizes)
         # Of the kernels around it

@@ -20,7 +20,6 @@ from ...common.alignment import ALIGNMENT, CACHE, misplaced
 from ...common.arguments import features_of, numbers_of, optionals_of, scales_of, strided_of
 from ...common.building import num_sms
 from ...common.cached import Cached
-from ...common.decode_step import DecodeStep, program_of, run
 from ...common.operand import Within
 from ...common.program import checked
 from ...common.workspace import Workspace
@@ -114,10 +113,7 @@ def launch_of(
     tile = tile_for(problem, cached, batch, most, chunk)
     is_packed = extras.cu_seqlens_q is not None
     rows, queries = q.shape[-3], q.shape[:-2].numel()
-    reach = max(rows, room)
-    left, right = cached.scalars.left, cached.scalars.right
-    numbers = numbers_of(cached.scalars, q, k)
-    numbers = numbers._replace(left=min(left, reach), right=min(right, reach))
+    numbers = numbers_of(cached.scalars, rows, room)
     tokens = tile.ROWS // problem.group
     tiles = problem.nheads_k * (triton.cdiv(rows, tokens) * (1 if is_packed else batch))
     tiles += problem.nheads_k * batch * is_packed
@@ -201,15 +197,6 @@ def table_of(cached: Cached) -> Table:
         return Table(None, 0, 0, 0)
     table = table if table.stride(1) == 1 else table.contiguous()
     return Table(table, table.stride(0), num_pages=k.shape[0], page_size=k.shape[1])
-
-
-def forward(cached: Cached, out: Tensor, lse: Tensor) -> DecodeStep | None:
-    """Writes `out` and `lse` of all queries that belong to a sequence. Returns how it is done
-    again, where the call has an entry.
-    """
-    if not out.numel() or not batch_of(cached.q, cached.extras.cu_seqlens_q):
-        return None
-    return run(program_of(cached, out, lse, launches_of), cached, out, lse)
 
 
 def launches_of(

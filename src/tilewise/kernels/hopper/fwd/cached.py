@@ -27,7 +27,7 @@ from ....tile.types import Table
 from ...common.alignment import TMA, misplaced
 from ...common.arguments import scales_of
 from ...common.cached import Cached
-from ...common.decode_step import DecodeStep, program_of, run
+from ...common.decode_step import DecodeStep, run
 from ...common.operand import Within
 from ...common.workspace import Workspace
 from ..decode import launch as decoding
@@ -201,11 +201,9 @@ def pages_of(cached: Cached) -> Table | None:
 
 
 def forward(cached: Cached, out: Tensor, lse: Tensor) -> DecodeStep | None:
-    """Writes `out` and `lse` of all queries that belong to a sequence. Returns how it is done
-    again, where the call has an entry.
-    """
-    is_empty = not out.numel() or not batch_of(cached.q, cached.extras.cu_seqlens_q)
-    if is_empty or why_in_pieces(cached, out) is not None:
-        return decoding.forward(cached, out, lse=lse)
-    launches = functools.partial(launches_of, chunk=chunk_of(cached))
-    return run(program_of(cached, out, lse, launches), cached, out, lse)
+    """As `run`, by the schedule that the call takes."""
+    if not batch_of(cached.q, cached.extras.cu_seqlens_q):
+        return None
+    if why_in_pieces(cached, out) is not None:
+        return run(cached, out, lse, decoding.launches_of)
+    return run(cached, out, lse, functools.partial(launches_of, chunk=chunk_of(cached)))

@@ -112,7 +112,7 @@ def arguments(
         queue=queue,
         optionals=optionals_of(extras),
         sizes=sizes_of(q, k, extras),
-        numbers=numbers_of(scalars, q, k),
+        numbers=numbers_of(scalars, q.shape[1], k.shape[1]),
         transposing=None if values is None else transposing_of(v_t, plan, queue.l2_group),
     )
 

@@ -184,7 +184,7 @@ def arguments(
         queue=queue_of(problem, plan.tile, q, keys, extras.sequences),
         optionals=optionals_of(extras, problem.mods)._replace(pages=pages),
         sizes=sizes_of(q, keys, extras),
-        numbers=numbers_of(scalars, q, keys),
+        numbers=numbers_of(scalars, q.shape[1], keys.shape[1]),
         heads_per_batch=heads_per_batch,
         v_step=v.stride(2) if plan.tile.V_FLAT else 0,
     )
