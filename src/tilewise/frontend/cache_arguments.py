@@ -4,12 +4,11 @@ each sequence without and with the new ones.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from ..errors import ArgumentError, Words
+from ..errors import ArgumentError
 from ..mods.compilers import share_batch
 from .checks import check_dims, check_kind, check_tensor
 from .scalars import as_int
@@ -24,54 +23,55 @@ NEEDED = {  # what an argument has no effect without
     "rotary_seqlens": ("rotary_cos",),
     "cu_seqlens_k_new": ("k",),
 }
+COUNTS = "cache_seqlens", "cache_batch_idx", "cache_leftpad", "rotary_seqlens", "cu_seqlens_k_new"
 
 
-def check_kinds(
-    unserved: Sequence[Any],
-    inputs: Sequence[Any],
-    descales: Sequence[Any],
-    arguments: dict[str, Any],
-    is_packed: bool,
-) -> None:
-    """Refuses qv and q_descale, `arguments` without others that they need, and q, caches and
-    scales that are no tensors of their rank.
+def check_kinds(arguments: dict[str, Any]) -> None:
+    """Refuses arguments that are not served or without others that they need, q, caches and scales
+    that are no tensors of their rank, two tables, and a table of sequences that are moved.
     """
     for name, needed in NEEDED.items():
         for other in needed:
             if arguments[name] is not None and arguments[other] is None:
                 raise ArgumentError(f"{name} without {other}: pass both, or neither")
-    for name, x in zip(("qv", "q_descale"), unserved):
-        if x is not None:
+    for name in ("qv", "q_descale"):
+        if arguments[name] is not None:
             raise NotImplementedError(f"{name}: MLA and 8-bit q are not supported, so pass None")
-    for name, x in zip(("q", "k_cache", "v_cache"), inputs):
-        is_packed_q = is_packed and name == "q"
+    for name in ("q", "k_cache", "v_cache"):
+        is_packed_q = name == "q" and arguments["cu_seqlens_q"] is not None
         form = "(total_q, nheads, headdim) with cu_seqlens_q" if is_packed_q else "of 4 dimensions"
-        check_dims(name, x, dims=3 if is_packed_q else 4, remedy=f"it must be {form}")
-    for name, x in zip(("k_descale", "v_descale"), descales):
-        if x is not None:
-            check_tensor(name, x)
+        dims = 3 if is_packed_q else 4
+        check_dims(name, arguments[name], dims=dims, remedy=f"it must be {form}")
+    for name in ("k_descale", "v_descale"):
+        if arguments[name] is not None:
+            check_tensor(name, arguments[name])
+    has_tables = [arguments[name] is not None for name in ("page_table", "block_table")]
+    if all(has_tables):
+        raise ArgumentError("page_table and block_table are two names of one table: pass one")
+    is_moved = not (arguments["cache_batch_idx"] is arguments["cache_leftpad"] is None)
+    if is_moved and any(has_tables):
+        raise NotImplementedError(
+            "cache_batch_idx and cache_leftpad with a page table, which says where each sequence "
+            "lies: leave them out"
+        )
 
 
-def lengths_before(
-    counts: dict[str, Any],
-    batch: int,
-    k_cache: Tensor,
-    table: Tensor | None,
-    rows: Tensor | None,
-    words: Words,
-) -> Tensor:
-    """The keys of each sequence before the new ones. All `counts` of sequences are checked, and
-    their page table; `rows` has a first dimension of so many.
+def lengths_before(arguments: dict[str, Any], batch: int, table_name: str) -> Tensor:
+    """The keys of each sequence before the new ones. All counts of sequences are checked, and
+    their page table.
     """
-    length = counts["cache_seqlens"]
-    for name, x in (*counts.items(), (words.page_table, table)):
+    k_cache, length = arguments["k_cache"], arguments["cache_seqlens"]
+    table = arguments[table_name]
+    for name in (*COUNTS, table_name):
+        x = arguments[name]
         if x is None or (x is length and not (isinstance(x, Tensor) and x.ndim == 1)):
             continue
         if type(x) is not Tensor:
             check_tensor(name, x)
-        check_kind(name, x, q=k_cache, dtypes=(torch.int32,), of="k_cache")
+        if x.dtype is not torch.int32 or x.device != k_cache.device:
+            check_kind(name, x, q=k_cache, dtypes=(torch.int32,), of="k_cache")
         if torch.compiler.is_compiling() and not name.startswith("cu_"):
-            share_batch(rows, x)
+            share_batch(None if arguments["cu_seqlens_q"] is not None else arguments["q"], x)
         size, is_table = batch + name.startswith("cu_"), x is table
         if x.ndim != 1 + is_table or x.shape[0] != size:
             form = f"({size}, pages)" if is_table else f"({size},)"
@@ -82,13 +82,12 @@ def lengths_before(
         return length
     if length is None:
         length = k_cache.shape[1] * (1 if table is None else table.shape[1])
-    length = as_int(length)
-    if length is None:
+    number = as_int(length)
+    if number is None:
         raise ArgumentError(
-            f"cache_seqlens={counts['cache_seqlens']!r}: it must be an int, int32 of shape "
-            "(batch,), or None"
+            f"cache_seqlens={length!r}: it must be an int, int32 of shape (batch,), or None"
         )
-    return torch.full((batch,), length, dtype=torch.int32, device=k_cache.device)
+    return torch.full((batch,), number, dtype=torch.int32, device=k_cache.device)
 
 
 def lengths_after(

@@ -10,7 +10,7 @@ from typing import Any, Never
 
 import torch
 
-from ..errors import ArgumentError, Words
+from ..errors import Words
 from ..kernels.common.appended import AppendedCall
 from ..kernels.common.cached import Cached
 from ..keywords import refuses_others, unexpected
@@ -40,7 +40,10 @@ WORDS = Words(
     page_table="block_table",
     order="",
 )
-FA3_WORDS = WORDS._replace(page_table="page_table")
+# By the argument that says where keys lie, also of the lengths with new keys
+TABLES = "block_table", "page_table", "cache_batch_idx"
+WORDS_OF = {x: WORDS._replace(page_table=x) for x in TABLES}
+WITH_NEW = {x: WORDS_OF[x]._replace(seqused_k="cache_seqlens + new keys") for x in TABLES}
 
 
 @refuses_others("tilewise.flash_attn_with_kvcache")
@@ -137,7 +140,8 @@ def flash_attn_with_kvcache(
     entry = addresses = None
     longest = 0 if max_seqlen_q is None else step_bound(max_seqlen_q)
     place = block_table if page_table is None else page_table
-    words = WORDS if page_table is None else FA3_WORDS
+    table_name = "block_table" if page_table is None else "page_table"
+    names = WORDS_OF[table_name]
     has_one_table = page_table is None or block_table is None
     has_new = not (k is v is rotary_cos is rotary_sin is cu_seqlens_k_new is rotary_seqlens is None)
     is_moved = not (cache_batch_idx is cache_leftpad is None)
@@ -164,25 +168,22 @@ def flash_attn_with_kvcache(
             )
         if entry is not None and entry.call is not None:
             results = launch_step(
-                entry.call, tensors, addresses=addresses, has_lse=return_softmax_lse, words=words
+                entry.call, tensors, addresses=addresses, has_lse=return_softmax_lse, words=names
             )
             if results is not None:
                 return results if return_softmax_lse else results[0]
-    new_keys: Any = dict(k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin)
-    new_keys |= dict(rotary_seqlens=rotary_seqlens, cu_seqlens_k_new=cu_seqlens_k_new)
-    is_packed = cu_seqlens_q is not None
-    check_kinds((qv, q_descale), (q, k_cache, v_cache), descales, new_keys, is_packed=is_packed)
+    arguments: Any = dict(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, qv=qv)
+    arguments |= dict(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    arguments |= dict(rotary_cos=rotary_cos, rotary_sin=rotary_sin, rotary_seqlens=rotary_seqlens)
+    arguments |= dict(cache_seqlens=cache_seqlens, cache_leftpad=cache_leftpad)
+    arguments |= dict(cache_batch_idx=cache_batch_idx, cu_seqlens_q=cu_seqlens_q)
+    arguments |= dict(cu_seqlens_k_new=cu_seqlens_k_new)
+    arguments |= dict(block_table=block_table, page_table=page_table)
+    check_kinds(arguments)
     inputs = q, k, v
     q, k, v = with_contiguous_rows((("q", q), ("k", k), ("v", v)))
     if not (q is inputs[0] and k is inputs[1] and v is inputs[2]):
         entry = None  # what is launched is another
-    if not has_one_table:
-        raise ArgumentError("page_table and block_table are two names of one table: pass one")
-    if place is not None and is_moved:
-        raise NotImplementedError(
-            "cache_batch_idx and cache_leftpad with a page table, which says where each sequence "
-            "lies: leave them out"
-        )
     if max_seqlen_q is not None:
         check_bounds(max_seqlen_q)
         longest = longest_of(max_seqlen_q)
@@ -190,19 +191,14 @@ def flash_attn_with_kvcache(
         check_form("cu_seqlens_q", cu_seqlens_q, q=q)
         values.check_starts("cu_seqlens_q", cu_seqlens_q, q.shape[0], "queries")
     table, batch = place, batch_of(q, cu_seqlens_q)
-    counts: Any = dict(cache_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx)
-    counts |= dict(cache_leftpad=cache_leftpad, rotary_seqlens=rotary_seqlens)
-    counts["cu_seqlens_k_new"] = cu_seqlens_k_new
-    before = lengths_before(
-        counts, batch, k_cache, table, rows=None if is_packed else q, words=words
-    )
+    before = lengths_before(arguments, batch, table_name)
     causal = check_flag("causal", causal)
     return_softmax_lse = check_flag("return_softmax_lse", return_softmax_lse)
     if rotary_cos is not None:
         rotary_interleaved = check_flag("rotary_interleaved", rotary_interleaved)
         check_rotation(q, cos=rotary_cos, sin=rotary_sin)
     if cache_batch_idx is not None:
-        place, words = cache_batch_idx.unsqueeze(1), words._replace(page_table="cache_batch_idx")
+        place, table_name = cache_batch_idx.unsqueeze(1), "cache_batch_idx"
     chunk = check_chunk(attention_chunk)
     numbers = Numbers(softmax_scale, softcap, causal=causal, window=window_size)
     sides = (within_chunk(numbers, chunk) if chunk else numbers).sides("window_size")
@@ -210,10 +206,10 @@ def flash_attn_with_kvcache(
     last_key = values.last_read(q, cu_seqlens_q, left=sides[0])
     used, fewest = before, None
     if k is not None:
-        words = words._replace(seqused_k="cache_seqlens + new keys")
         used, fewest = lengths_after(before, k, cu_seqlens_k_new)
     counted = before if used is None else used
-    values.check_reach(k_cache, place, counted, words=words, least=fewest, read=last_key)
+    names = (WORDS_OF if k is None else WITH_NEW)[table_name]
+    values.check_reach(k_cache, place, counted, words=names, least=fewest, read=last_key)
     if cache_leftpad is not None and used is not None:
         values.check_leftpad(cache_leftpad, used)
     cached = Cached(
@@ -231,7 +227,7 @@ def flash_attn_with_kvcache(
     append = keep = None
     mask_mod = chunked(chunk) if chunk else None
     if k is not None:
-        new_keys = dict(k=k, v=v, cu_seqlens_k=cu_seqlens_k_new, q=q, out=out)
+        new_keys: Any = dict(k=k, v=v, cu_seqlens_k=cu_seqlens_k_new, q=q, out=out)
         new_keys |= dict(before=before, table=table, rows=rows, leftpad=cache_leftpad)
         new_keys |= dict(cos=rotary_cos, sin=rotary_sin, is_interleaved=rotary_interleaved)
         new_keys |= dict(cu_seqlens_q=cu_seqlens_q, alibi_slopes=alibi_slopes, sinks=learnable_sink)
