@@ -14,13 +14,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from ...dispatch import choose_cached
-from ...errors import ArgumentError
+from ...errors import OURS, ArgumentError
 from ...features import refuse_gradients
 from ...frontend.append import append
 from ...frontend.attention import attention
 from ...frontend.cached import check_cached
 from ...frontend.invariance import check_split_size
 from ...frontend.scalars import Numbers, Window, as_int, check_causal
+from ...frontend.values import check_reach
 from ...kernels.common.cached import Cached
 from ...kernels.cpu import cache as cpu_cache
 from ...kernels.cpu import cache_states
@@ -102,6 +103,8 @@ class CacheShards:
         ones of the `seqused_k` keys of each whole sequence.
         """
         check_pages(k_cache, seqused_k, page_table=page_table, piece=self.piece, batch=len(k))
+        lengths, words = self.lengths(seqused_k), OURS._replace(seqused_k="lengths(seqused_k)")
+        check_reach(k_cache, page_table, seqused_k=lengths, words=words, read=k.shape[1])
         last, page_size = seqused_k.long().unsqueeze(1), k_cache.shape[1]
         position = last - k.shape[1] + torch.arange(k.shape[1], device=last.device)
         piece, place = position // self.piece, position % self.piece
@@ -154,14 +157,14 @@ class CacheShards:
             ArgumentError: an argument is wrong.
             NotImplementedError: an argument is not supported here, or asks for pieces on a GPU.
         """
-        with self._reporting():
-            where: Any = dict(page_table=page_table, piece=self.piece, batch=len(q))
-            check_pages(k_cache, seqused_k, **where)
+        with contextlib.nullcontext() if self.agreement is None else self.agreement.reporting():
+            check_pages(k_cache, seqused_k, page_table=page_table, piece=self.piece, batch=len(q))
             self._check(causal=causal, options=options)
             # The first rank alone adds them
             if (sinks := options.get("sinks")) is not None and sinks.shape != q.shape[2:3]:
-                shape = tuple(sinks.shape)
-                raise ArgumentError(f"sinks has shape {shape}: it must be ({q.shape[2]},)")
+                raise ArgumentError(
+                    f"sinks has shape {tuple(sinks.shape)}: it must be ({q.shape[2]},)"
+                )
             refuse_gradients("cached", [("q", q), ("k", k_cache), ("v", v_cache)])
             band = band_of(window, causal is not False)
             size = self._split_size(q, k_cache, split_size=split_size)
@@ -186,9 +189,6 @@ class CacheShards:
                 options["window"] = rounds * self.piece, None
             out, lse = self._merge(q, k_cache, v_cache, options=options)
         return (out, lse) if return_lse else out
-
-    def _reporting(self) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext() if self.agreement is None else self.agreement.reporting()
 
     def _check(self, *, causal: Any, options: Any) -> None:
         refused = [name for name in options if name not in PASSED]
