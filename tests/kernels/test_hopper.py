@@ -90,7 +90,8 @@ def test_refuses_with_a_reason():
 def test_tiles_of_heads_up_to_192(headdim, headdim_v, sides):
     """Keys of 192 columns are not padded to 256, and with values of 128 a block has 128 of them."""
     sizes = 1, 256, 2, headdim
-    plan = launch.plan_of(problem_of(sizes, sizes, headdim_v), CPU, False, 1)
+    q = torch.empty(1, 4096, 2, headdim, dtype=BF16)
+    plan = launch.plan_for(problem_of(sizes, sizes, headdim_v), q)
     assert plan.tile[:4] == sides
 
 

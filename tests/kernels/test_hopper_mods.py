@@ -367,7 +367,7 @@ def test_blocks_that_hold_a_tile(block, is_served):
         reason = hopper.supports(problem, torch.device("cpu"))
     if is_served:
         assert reason is None
-        tile = launch.plan_of(problem, torch.device("cpu"), True, 1).tile
+        tile = launch.plan_for(problem, q).tile
         assert block[0] % tile.BLOCK_M == 0 and block[1] % tile.BLOCK_N == 0
     else:
         assert isinstance(reason, Avoidable) and "(128, 128)" in reason

@@ -8,7 +8,7 @@ import torch
 
 from ..errors import OURS, ArgumentError, Words
 from ..features import refuse_gradients
-from ..kernels.common.cached import OUT, Cached
+from ..kernels.common.cached import OUT, READ_NAMES, Cached
 from ..mods.compilers import share_batch
 from ..ops import context_parallel as shards
 from ..ops import kv_cache as cache_ops
@@ -152,7 +152,7 @@ def check_outputs(
     cached: Cached, out: Tensor | None, layout: str, words: Words = OURS
 ) -> Tensor | None:
     """`out`, if given, in the order of q; refuses gradients."""
-    names = [getattr(words, name, name) for name in cache_ops.TENSORS]
+    names = [getattr(words, name, name) for name in READ_NAMES]
     refuse_gradients("cached", [*zip(names, cached.tensors), ("out", out)])
     if out is None:
         return None

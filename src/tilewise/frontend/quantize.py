@@ -150,17 +150,17 @@ def _tables(rotary: Any, k: Tensor, of: Lengths) -> Rotary:
     return Rotary(rotary.cos, rotary.sin, interleaved=is_interleaved)
 
 
-def _scales(scales: Any, k: Tensor, sequences: int) -> ops.Given:
-    if scales is None:
-        return None, None, None
+def _scales(scales: Any, k: Tensor, sequences: int) -> Scales:
+    """The caller's scales as kernels take them, None for those that the tensors give."""
+    scales = (None, None, None) if scales is None else scales
     if not isinstance(scales, (tuple, list)) or len(scales) != 3:
         raise ArgumentError(
             f"scales={scales!r}: it must be a tuple of three, for q, k and v, each a tensor or None"
         )
     named = [(f"scales.{name}", x) for name, x in zip(Scales._fields, scales)]
     refuse_gradients("scales", named)
-    of_q, of_k, of_v = (
+    expanded: list[Any] = [
         None if x is None else expanded_scale(name, x, k=k, sequences=sequences)
         for name, x in named
-    )
-    return of_q, of_k, of_v
+    ]
+    return Scales._make(expanded)

@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from .. import dispatch
 from ..features import OPERATORS, schema_of
 from ..kernels.common.alignment import ALIGNMENT, check_elements
-from ..kernels.common.cached import OUT, Cached, lse_shape
+from ..kernels.common.cached import OUT, READ_NAMES, Cached, lse_shape
 from ..kernels.common.outputs import fill_padding, has_no_sequence
 from ..kernels.common.shared_memory import check_apart, check_written
 from ..mods.flat import check_captured
@@ -28,7 +28,6 @@ from .schema import check_devices, operator, record_of, refusing
 
 Tensor = torch.Tensor
 NAMES = OPERATORS["flash_attn_cache"]
-TENSORS = *NAMES[:8], *NAMES[-2:]  # in the order of `Cached.tensors`
 READ = f"{schema_of(NAMES[:-2])}, Tensor? k_descale=None, Tensor? v_descale=None"
 
 
@@ -91,7 +90,7 @@ def _cached(args: tuple) -> Cached:
     """The inverse of `_arguments`."""
     values: Any = dict(zip(NAMES, (*args, None, None)))  # defaults at the end are not passed
     captured = values["captured"] = tuple(values["captured"] or ())
-    check_devices(TENSORS, (*[values[name] for name in TENSORS], *captured))
+    check_devices(READ_NAMES, (*[values[name] for name in READ_NAMES], *captured))
     extras, scalars = record_of(Extras, values), record_of(Scalars, values)
     q, starts, name = values["q"], extras.cu_seqlens_q, deserialize(values["mask_mod"], MASK)
     if name:
@@ -134,7 +133,7 @@ def _backend_of(cached: Cached, out: Tensor | None) -> ModuleType:
     """The backend that serves a call, whose memory is checked."""
     if out is not None:
         check_result(out, cached)
-    names = (*TENSORS, *["mask_mod's tensor"] * len(cached.extras.captured), "out")
+    names = (*READ_NAMES, *["mask_mod's tensor"] * len(cached.extras.captured), "out")
     check_elements(zip(names, (*cached.tensors, *cached.extras.captured, out)))
     return dispatch.choose_cached(cached)
 
@@ -142,7 +141,7 @@ def _backend_of(cached: Cached, out: Tensor | None) -> ModuleType:
 def check_result(out: Tensor, cached: Cached) -> None:
     """Refuses an `out` that shares memory, with itself or with what is read."""
     captured = cached.extras.captured
-    names = ("out", *TENSORS, *["mask_mod's tensor"] * len(captured))
+    names = ("out", *READ_NAMES, *["mask_mod's tensor"] * len(captured))
     check_written("out", out)
     check_apart(names, (out, *cached.tensors, *captured), written=1)
 

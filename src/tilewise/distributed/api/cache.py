@@ -103,8 +103,8 @@ class CacheShards:
         ones of the `seqused_k` keys of each whole sequence.
         """
         check_pages(k_cache, seqused_k, page_table=page_table, piece=self.piece, batch=len(k))
-        lengths, words = self.lengths(seqused_k), OURS._replace(seqused_k="lengths(seqused_k)")
-        check_reach(k_cache, page_table, seqused_k=lengths, words=words, read=k.shape[1])
+        lengths, names = self.lengths(seqused_k), OURS._replace(seqused_k="lengths(seqused_k)")
+        check_reach(k_cache, page_table, seqused_k=lengths, words=names, read=k.shape[1])
         last, page_size = seqused_k.long().unsqueeze(1), k_cache.shape[1]
         position = last - k.shape[1] + torch.arange(k.shape[1], device=last.device)
         piece, place = position // self.piece, position % self.piece

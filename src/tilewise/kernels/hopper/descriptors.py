@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -42,6 +43,11 @@ class Plan(NamedTuple):
     features: Features
     tile: Any
     blocks: dict[str, dict[str, Any]]
+
+
+def block_of(headdim: int) -> int:
+    """The columns of a tile of so many."""
+    return max(64, triton.next_power_of_2(headdim))
 
 
 def in_shared(dtypes: Mapping[str, Any], blocks: Mapping[str, list[int]]) -> dict[str, dict]:

@@ -12,7 +12,7 @@ from ....tile.seqlen import padded_row
 from ....tile.types import KeyPipeline, Sizes
 from ...common.arguments import features_of
 from ..bias_memory import has_tiles
-from ..descriptors import GL_DTYPES, Plan, in_shared, is_in_steps
+from ..descriptors import GL_DTYPES, Plan, block_of, in_shared, is_in_steps
 from ..layouts import column_groups
 from . import work_tile
 from .bias_pairs import SUMMED, sums_of, way_of
@@ -34,9 +34,7 @@ def plan_of(
 
     To headdim 128 both head dims are padded to the wider one.
     """
-    block_d, block_dv = (
-        max(64, triton.next_power_of_2(d)) for d in (problem.headdim, problem.headdim_v)
-    )
+    block_d, block_dv = map(block_of, (problem.headdim, problem.headdim_v))
     widest = max(block_d, block_dv)
     if widest <= 128:
         block_d = block_dv = widest

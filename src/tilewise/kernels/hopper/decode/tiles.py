@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 
 import torch
-import triton
 
 from ....hardware import RESERVED, SHARED_MEMORY
 from ....problem import Problem
 from ....tile.types import SplitPipeline
+from ..descriptors import block_of
 
 ROWS = 64
 SHORTEST_PAGE = 8  # rows after which the swizzle of shared memory repeats
@@ -45,9 +45,7 @@ def tile_of(
     `is_beside_chunks`. `row_scales` counts the sides, of keys and values, whose rows have their own
     scales.
     """
-    block_d, block_dv = (
-        max(64, triton.next_power_of_2(d)) for d in (problem.headdim, problem.headdim_v)
-    )
+    block_d, block_dv = map(block_of, (problem.headdim, problem.headdim_v))
     # Headdim 64 would be waiting for its exponentials, not for memory, by fewer keys at a time
     block_n = 128 if max(block_d, block_dv) == 64 else 64
     if warpgroups > 1:

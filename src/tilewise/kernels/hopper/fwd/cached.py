@@ -33,7 +33,7 @@ from ...common.workspace import Workspace
 from ..decode import launch as decoding
 from ..decode.scales import Scales
 from ..decode.tiles import CACHES, is_box
-from ..descriptors import is_in_steps, ragged_steps
+from ..descriptors import block_of, is_in_steps, ragged_steps
 from ..layouts import column_groups
 from .launch import KeyCache, pack_of, plan_for, steps_of
 from .parts_launch import BLOCKS, count_of, sms_of
@@ -110,8 +110,8 @@ def why_not_converted(cached: Cached) -> str | None:
     problem = cached.problem
     if any(x is not None and x.dim() == 3 for x in (cached.k_descale, cached.v_descale)):
         return "the cache has 8 bits, and each of its rows a scale"
-    block_d, block_dv = (triton.next_power_of_2(x) for x in (problem.headdim, problem.headdim_v))
-    if max(block_d, 64) != max(block_dv, 64) or block_d > 128:
+    block_d, block_dv = map(block_of, (problem.headdim, problem.headdim_v))
+    if block_d != block_dv or block_d > 128:
         return "the cache has 8 bits, and headdims are over 128 or differ: no room to convert it"
     return None
 

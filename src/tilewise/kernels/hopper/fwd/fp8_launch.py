@@ -22,7 +22,7 @@ from ...common.quantized import COLUMNS, FP8, columns_of
 from ...common.results import FP8_FORWARD, fp8_forward_of, fp8_outputs_of, names_with
 from ...common.workspace import Workspace
 from .. import assembly
-from ..descriptors import Plan, by_head, in_shared, of_queries, ragged_by_head
+from ..descriptors import Plan, block_of, by_head, in_shared, of_queries, ragged_by_head
 from ..launch import Launch, programs_of
 from ..padded import Readable
 from ..tile_counter import tile_counters
@@ -235,11 +235,6 @@ def plan_of(problem: Problem, pack: int, out_dtype: torch.dtype, transposes: boo
     dtypes = dict.fromkeys(blocks, gl.float8e4nv) | dict(out=GL_OUT[out_dtype], values=gl.uint8)
     features = features_of(problem, has_fast_tanh=True)
     return Plan(features, tile, in_shared(dtypes, blocks))
-
-
-def block_of(headdim: int) -> int:
-    """The columns of a tile of so many."""
-    return max(64, triton.next_power_of_2(headdim))
 
 
 def shared_memory(tile: Pipeline, out_columns: int, out_dtype: torch.dtype) -> int:

@@ -30,6 +30,7 @@ from ..decode.tiles import CACHES
 from ..descriptors import (
     GL_DTYPES,
     Plan,
+    block_of,
     descriptors,
     in_shared,
     is_in_steps,
@@ -230,44 +231,24 @@ def plan_for(
     cache: KeyCache = NO_CACHE,
     kept: str = "",
 ) -> Plan:
-    """The plan of a call; of packed sequences that of long ones where `max_seqlen_q` allows some,
-    else that of their mean length. Of a `cache` in chunks that of these, whatever the others are.
+    """The plan of a call, as the tuning tables say; of packed sequences that of long ones where
+    `max_seqlen_q` allows some, else that of their mean length. Of a `cache` in chunks that of
+    these, whatever the others are; with `kept` it has 8 bits.
     """
-    chunk, pages = cache.chunk, cache.pages
     seqlen_q = max(1, q.shape[1] // max(1, extras.sequences))
     # Members of a group lie in a dimension of their own, and `ragged_by_head` has none left
     pack = 1 if problem.is_packed or problem.is_modified else pack_of(problem, seqlen_q)
-    is_short = seqlen_q <= LONG_SEQLEN and not (problem.is_long or chunk)
-    options: Any = dict(bias_step=bias_step(extras.bias), has_tiles=has_tiles(extras.bias, q))
-    options |= dict(page_size=0 if pages is None else pages.page_size, has_parts=cache.parts > 1)
-    plan = plan_of(problem, q.device, is_short, pack=pack, is_flat=is_flat, kept=kept, **options)
-    return plan._replace(features=plan.features._replace(CHUNK=chunk)) if chunk else plan
-
-
-def plan_of(
-    problem: Problem,
-    device: torch.device,
-    is_short: bool,
-    pack: int,
-    bias_step: int = 0,
-    has_tiles: bool = False,
-    is_flat: bool = False,
-    page_size: int = 0,
-    has_parts: bool = False,
-    kept: str = "",
-) -> Plan:
-    """The plan of a problem, as the tuning tables say; with `kept`, over a cache of 8 bits."""
-    block_d, block_dv = (
-        max(64, triton.next_power_of_2(d)) for d in (problem.headdim, problem.headdim_v)
-    )
+    is_short = seqlen_q <= LONG_SEQLEN and not (problem.is_long or cache.chunk)
+    page_size, device = 0 if cache.pages is None else cache.pages.page_size, q.device
+    block_d, block_dv = map(block_of, (problem.headdim, problem.headdim_v))
     if 128 < problem.headdim <= 192:
         block_d = 192
     arch = "sm90" if device.type == "cpu" else architecture(device)
     widest = max(block_d, block_dv)  # to 192, with 128 of V: 128 keys fit
     config = select(Key(arch, "hopper_fwd", widest, 16, problem.is_causal, is_short), device)
     warpgroups = config.BLOCK_M // WARPGROUP_ROWS
-    takes_registers = has_parts or problem.has_alibi or problem.has_left or problem.is_modified
-    if takes_registers or pack > 1 or page_size or kept:
+    has_positions = problem.has_alibi or problem.has_left or problem.is_modified
+    if has_positions or cache.parts > 1 or pack > 1 or page_size or kept:
         warpgroups = 2  # three have 160 registers a thread each: positions would spill
     of_o = OUT_COLUMNS.value if kept else out_columns(block_d, block_dv)
     block_n = config.BLOCK_N
@@ -282,7 +263,7 @@ def plan_of(
         STAGES=config.num_stages,
         Q_STAGES=2,
         PACK=pack,
-        BIAS_STEP=bias_step,
+        BIAS_STEP=bias_step(extras.bias),
         V_FLAT=is_flat,
         PAGE=min(page_size, block_n),
     )
@@ -290,12 +271,12 @@ def plan_of(
         tile = with_staged(tile, kept, of_o)
     if shared_memory(tile, of_o) > SHARED_MEMORY["sm90"]:
         tile = tile._replace(Q_STAGES=1)
-    if has_tiles and block_n == 128 and pack == 1:  # one slot of Q less makes room for it
+    if block_n == 128 and pack == 1 and has_tiles(extras.bias, q):  # a slot of Q less makes room
         copied = tile._replace(BIAS_COPIED=True)
         if shared_memory(copied, of_o) > SHARED_MEMORY["sm90"]:
             copied = copied._replace(Q_STAGES=1)
         tile = copied if shared_memory(copied, of_o) <= SHARED_MEMORY["sm90"] else tile
-    features = features_of(problem, has_fast_tanh=True)
+    features = features_of(problem, has_fast_tanh=True)._replace(CHUNK=cache.chunk)
     of_keys = [1, 1, 1, tile.PAGE or block_n] if is_ragged(problem) else [1, 1, block_n]
     rows, columns = WARPGROUP_ROWS, block_d // column_groups(block_d)
     of_out = [1, 1, 1, rows] if problem.is_packed else [1, 1, rows // pack, pack]
