@@ -8,7 +8,7 @@ from tilewise import mods, scores
 from tilewise.kernels.common.operand import operands_of
 from tilewise.kernels.common.outputs import empty_out
 from tilewise.kernels.common.program import Launch, fake_args
-from tilewise.kernels.common.results import BACKWARD
+from tilewise.kernels.common.results import BACKWARD, FORWARD
 from tilewise.kernels.portable import captured_launch, launch
 from tilewise.kernels.portable.plan import Plan
 from tilewise.mods.flatten import modifiers_of
@@ -60,7 +60,7 @@ def plans_of(headdim, dtype, headdim_v=0, causal=False, left=-1, softcap=0.0, **
 
     out, lse = empty_out(problem, q)
     dlse = torch.empty_like(lse) if tensors else None
-    of_forward = operands_of(launch.FORWARD, (q, k, v, *extras.tensors))
+    of_forward = operands_of(FORWARD, (q, k, v, *extras.tensors))
     of_backward = operands_of(BACKWARD, (out, dlse, q, k, v, out, lse, *extras.tensors))
     with mock.patch.object(Plan, "configured", note):
         launch.forward_program(problem, scalars, **of_forward)

@@ -14,15 +14,7 @@ from ..ops import append as append_ops
 from ..ops.calls import find
 from ..ops.context_parallel import refuse_shards
 from ..tile.rotary import Rotary
-from .checks import (
-    check_cache_dtypes,
-    check_descale,
-    check_dims,
-    check_form,
-    check_kind,
-    check_rows,
-    check_tensor,
-)
+from . import checks
 from .values import check_places, check_starts
 
 Tensor = torch.Tensor
@@ -131,8 +123,8 @@ def check_append(new: Append) -> None:
             "that includes the new ones, or slots, the place of each new key"
         )
     if new.slots is not None:
-        check_tensor("slots", new.slots)
-        check_kind("slots", new.slots, q=k, dtypes=(torch.int64,), of="k")
+        checks.check_tensor("slots", new.slots)
+        checks.check_kind("slots", new.slots, q=k, dtypes=(torch.int64,), of="k")
         if new.slots.shape != k.shape[:-2]:
             raise ArgumentError(
                 f"slots has shape {tuple(new.slots.shape)}: it must be {tuple(k.shape[:-2])}, one "
@@ -140,8 +132,8 @@ def check_append(new: Append) -> None:
             )
     for name, x, dims in (("page_table", new.page_table, 2), ("seqused_k", new.seqused_k, 1)):
         if x is not None:
-            check_tensor(name, x)
-            check_kind(name, x, q=k, dtypes=(torch.int32,), of="k")
+            checks.check_tensor(name, x)
+            checks.check_kind(name, x, q=k, dtypes=(torch.int32,), of="k")
             if x.dim() != dims or x.shape[0] != batch:
                 raise ArgumentError(
                     f"{name} has shape {tuple(x.shape)}: with {batch} sequences it must be "
@@ -168,18 +160,18 @@ def _batch(new: Append) -> int:
 def _check_rows(new: Append) -> None:
     starts, named = new.cu_seqlens_q, list(zip(Append._fields[:4], new[:4]))
     if starts is not None:
-        check_form("cu_seqlens_q", starts, q=new.k, of="k")
+        checks.check_form("cu_seqlens_q", starts, q=new.k, of="k")
     for name, x in named:
         is_packed = starts is not None or (new.slots is not None and x.dim() == 3)
         dims = 3 if name in ("k", "v") and is_packed else 4
         form = "(total, nheads_k, headdim)" if dims == 3 else "of 4 dimensions"
-        check_dims(name, x, dims=dims, remedy=f"it must be {form}")
-    check_rows(named)
+        checks.check_dims(name, x, dims=dims, remedy=f"it must be {form}")
+    checks.check_rows(named)
     names = "k", "k_cache", "v_cache"
-    stored = check_cache_dtypes(new.k, new.k_cache, v=new.v_cache, names=names)
+    stored = checks.check_cache_dtypes(new.k, new.k_cache, v=new.v_cache, names=names)
     for name, x in named:
         dtypes = (stored if name.endswith("cache") else new.k.dtype,)
-        check_kind(name, x, q=new.k, dtypes=FLOATS if name == "k" else dtypes, of="k")
+        checks.check_kind(name, x, q=new.k, dtypes=FLOATS if name == "k" else dtypes, of="k")
     for name, x, cache in (("k", new.k, new.k_cache), ("v", new.v, new.v_cache)):
         if x.shape[-2:] != cache.shape[-2:]:
             raise ArgumentError(
@@ -206,7 +198,7 @@ def _check_descales(new: Append, batch: int) -> None:
                 "cu_seqlens_q if keys are packed, or scales of shape (nheads_k,)"
             )
         of = f"{name[0]}_cache"
-        check_descale(name, x, stored=stored, batch=batch, of=of, cache="bshd")
+        checks.check_descale(name, x, stored=stored, batch=batch, of=of, cache="bshd")
 
 
 def _has_positions(new: Append) -> bool:
@@ -236,8 +228,8 @@ def check_rotary(rotary: Any, x: Tensor, of: str) -> None:
 def check_tables(rotary: Rotary, x: Tensor, of: str) -> None:
     """cos and sin of angles for the heads of x."""
     for name, table in (("cos", rotary.cos), ("sin", rotary.sin)):
-        check_tensor(f"rotary.{name}", table)
-        check_kind(f"rotary.{name}", table, q=x, dtypes=FLOATS, of=of)
+        checks.check_tensor(f"rotary.{name}", table)
+        checks.check_kind(f"rotary.{name}", table, q=x, dtypes=FLOATS, of=of)
         most = x.shape[-1] // 2
         if table.dim() != 2 or table.shape != rotary.cos.shape or table.shape[1] > most:
             raise ArgumentError(

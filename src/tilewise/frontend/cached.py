@@ -15,16 +15,7 @@ from ..ops import kv_cache as cache_ops
 from ..problem import Extras
 from ..tile.paging import batch_of
 from ..tile.quantize import is_one_byte
-from . import paths
-from .checks import (
-    check_descale,
-    check_extras,
-    check_form,
-    check_rows,
-    check_tensor,
-    check_tensors,
-    in_order,
-)
+from . import checks, paths
 from .invariance import check_split_size
 from .scalars import Numbers, check_causal, check_numbers
 from .values import check_cached_values
@@ -59,10 +50,11 @@ def check_cached(
     table, extras = cached.page_table, cached.extras
     starts = extras.cu_seqlens_q
     is_packed = starts is not None
-    q, k, v = in_order(cached.q, cached.k, cached.v, layout, is_packed, has_cache=True)
+    q, k, v = checks.in_order(cached.q, cached.k, cached.v, layout, is_packed, has_cache=True)
     if starts is None:
         share_batch(q, k if table is None else table, extras.seqused_k)
-    check_tensors(q if starts is None else q.unsqueeze(0), k, v=v, words=words, has_cache=True)
+    rank4 = q if starts is None else q.unsqueeze(0)
+    checks.check_tensors(rank4, k, v=v, words=words, has_cache=True)
     if check_causal(numbers.causal) != "bottom_right":
         raise ArgumentError(
             f"causal={numbers.causal!r} with a cache: the queries are the last ones of their "
@@ -71,10 +63,10 @@ def check_cached(
     batch = check_table(q, k, page_table=table, extras=extras)
     modifiers = paths.modifiers_of(mask_mod, None, None, (batch, q.shape[-2], 0, 0))
     extras = extras._replace(captured=modifiers.captured)
-    check_extras(q, k, extras=extras, words=words, has_cache=True)
+    checks.check_extras(q, k, extras=extras, words=words, has_cache=True)
     like: Any = dict(batch=batch, cache=layout)
-    k_descale = check_descale("k_descale", cached.k_descale, k, of=words.k, **like)
-    v_descale = check_descale("v_descale", cached.v_descale, v, of=words.v, **like)
+    k_descale = checks.check_descale("k_descale", cached.k_descale, k, of=words.k, **like)
+    v_descale = checks.check_descale("v_descale", cached.v_descale, v, of=words.v, **like)
     scalars = check_numbers(numbers, q, words=words)
     cached = cached._replace(q=q, k=k, v=v, k_descale=k_descale, v_descale=v_descale)
     cached = cached._replace(extras=extras, scalars=scalars, mask=modifiers.mods.mask)
@@ -88,7 +80,7 @@ def check_table(q: Tensor, k: Tensor, page_table: Tensor | None, extras: Extras)
     starts, seqused_k = extras.cu_seqlens_q, extras.seqused_k
     for name, x in (("page_table", page_table), ("cu_seqlens_q", starts), ("seqused_k", seqused_k)):
         if x is not None:
-            check_form(name, x, q=q)
+            checks.check_form(name, x, q=q)
     batch, source = batch_of(q, starts), "q" if starts is None else "cu_seqlens_q"
     rows = ("k", k) if page_table is None else ("page_table", page_table)
     for name, x in (rows, ("seqused_k", seqused_k)):
@@ -156,7 +148,7 @@ def check_outputs(
     refuse_gradients("cached", [*zip(names, cached.tensors), ("out", out)])
     if out is None:
         return None
-    check_tensor("out", out)
+    checks.check_tensor("out", out)
     shape = (*cached.q.shape[:-1], cached.v.shape[3])
     ordered = out.transpose(1, 2) if layout == "bhsd" and out.dim() == 4 else out
     if tuple(ordered.shape) != tuple(shape):
@@ -167,5 +159,5 @@ def check_outputs(
             f"out is {out.dtype} on {out.device}: it must be {cached.q.dtype} on "
             f"{cached.q.device}, as q"
         )
-    check_rows([("out", out)])
+    checks.check_rows([("out", out)])
     return ordered

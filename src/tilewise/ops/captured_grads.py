@@ -18,22 +18,10 @@ from ..errors import ArgumentError
 from ..mods.derivative import by_loads
 from ..mods.flat import captured_by_score
 from ..problem import Call, Extras, Saved, extras_of
+from . import schema
 from . import vmap as batching
 from .operators import map_in_a_loop, parts_of, problem_from
-from .schema import (
-    BACKWARD,
-    CALL,
-    SAVED,
-    SAVED_TENSORS,
-    Once,
-    Options,
-    apply,
-    arguments_of,
-    check_devices,
-    flat,
-    no_double_backward,
-    operator,
-)
+from .schema import SAVED_TENSORS
 
 Tensor = torch.Tensor
 
@@ -51,7 +39,7 @@ def gradients(
     wanted = [i for i in sorted(differentiable) if needs[first + i]]
     if wanted:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            computed = apply(_CapturedGrads, call, (wanted, *saved, *extras.tensors))
+            computed = schema.apply(_CapturedGrads, call, (wanted, *saved, *extras.tensors))
         else:
             computed = _computed(call, wanted, saved=saved, extras=extras)
         for i, grad in zip(wanted, computed):
@@ -59,7 +47,7 @@ def gradients(
     return tuple(grads)
 
 
-class _CapturedGrads(Once):
+class _CapturedGrads(schema.Once):
     """What functorch transforms see."""
 
     @staticmethod
@@ -72,7 +60,7 @@ map_in_a_loop(_CapturedGrads)
 
 
 def _computed(call: Call, wanted: list[int], saved: Saved, extras: Extras) -> tuple[Tensor, ...]:
-    arguments = {**saved._asdict(), **arguments_of(call, extras)}
+    arguments = {**saved._asdict(), **schema.arguments_of(call, extras)}
     return tuple(torch.ops.tilewise.flash_attn_captured_grads(**arguments, wanted=wanted))
 
 
@@ -89,9 +77,9 @@ def _kernel(args: tuple):
         return module.captured_grads(problem, saved, extras, options.scalars, wanted)
 
 
-def _parts_of(args: tuple) -> tuple[Saved, Extras, Options, list[int]]:
+def _parts_of(args: tuple) -> tuple[Saved, Extras, schema.Options, list[int]]:
     tensors, extras, options = parts_of(args[:-1], SAVED_TENSORS)
-    check_devices(Saved._fields, tensors)
+    schema.check_devices(Saved._fields, tensors)
     return Saved._make(tensors), extras, options, args[-1]
 
 
@@ -120,23 +108,23 @@ def _fake(args: tuple):
 
 def _vmap(info, in_dims, *args):
     *args, wanted = args
-    tensors, options = flat(tuple(args), SAVED_TENSORS)
+    tensors, options = schema.flat(tuple(args), SAVED_TENSORS)
 
     def differentiate(tensors: tuple) -> tuple[Tensor, ...]:
         saved, extras = tensors[:SAVED_TENSORS], extras_of(tensors[SAVED_TENSORS:])
-        arguments = dict(zip(BACKWARD, (*saved, *extras.arguments, *options)))
+        arguments = dict(zip(schema.BACKWARD, (*saved, *extras.arguments, *options)))
         return tuple(torch.ops.tilewise.flash_attn_captured_grads(**arguments, wanted=wanted))
 
-    dims = flat(tuple(in_dims[:-1]), SAVED_TENSORS)[0]
+    dims = schema.flat(tuple(in_dims[:-1]), SAVED_TENSORS)[0]
     grads, out_dims = batching.one_by_one(differentiate, info.batch_size, dims, tensors)
     return list(grads), list(out_dims)
 
 
-operator(
+schema.operator(
     "flash_attn_captured_grads",
-    f"({SAVED}, {CALL}, int[] wanted) -> Tensor[]",
+    f"({schema.SAVED}, {schema.CALL}, int[] wanted) -> Tensor[]",
     kernel=_kernel,
     fake=_fake,
-    backward=no_double_backward,
+    backward=schema.no_double_backward,
     vmap=_vmap,
 )

@@ -12,48 +12,35 @@ from ..kernels.common.outputs import empty_grads, empty_out
 from ..mods.flat import check_captured, indices_used
 from ..problem import INPUTS, NO_EXTRAS, OPTIONAL, Call, Extras, Problem, Saved, describe, extras_of
 from . import attention as ops
+from . import schema
 from . import vmap as batching
 from .autograd_key import straight
 from .context_parallel import refuse_shards
-from .schema import (
-    BACKWARD,
-    CALL,
-    CALL_NAMES,
-    FORWARD,
-    SAVED,
-    SAVED_TENSORS,
-    Options,
-    apply,
-    check_devices,
-    flat,
-    no_double_backward,
-    operator,
-    options_from,
-)
+from .schema import SAVED_TENSORS
 
 Tensor = torch.Tensor
 FLAGS = "align", "deterministic", "has_bias_grad", "is_long"  # of a Problem
-AFTER = CALL_NAMES[len(Extras._fields) :]  # the tensors; a block is a list, as torch has it
+AFTER = schema.CALL_NAMES[len(Extras._fields) :]  # the tensors; a block is a list, as torch has it
 MASK, SCORE, BLOCK = (AFTER.index(name) for name in ("mask_mod", "score_mod", "mask_block"))
 
 
-def parts_of(args: tuple, before: int) -> tuple[tuple, Extras, Options]:
+def parts_of(args: tuple, before: int) -> tuple[tuple, Extras, schema.Options]:
     """An operator's arguments: the tensors before the extras, the extras, and the rest."""
-    tensors, options = flat(args, before)
-    return tensors[:before], extras_of(tensors[before:]), options_from(options)
+    tensors, options = schema.flat(args, before)
+    return tensors[:before], extras_of(tensors[before:]), schema.options_from(options)
 
 
-def problem_from(inputs: Sequence[Tensor], extras: Extras, options: Options) -> Problem:
+def problem_from(inputs: Sequence[Tensor], extras: Extras, options: schema.Options) -> Problem:
     """The problem that an operator's arguments ask for; `inputs` are q, k and v."""
     q, k, v = inputs
-    check_devices(("q", "k", "v", *Extras._fields[:OPTIONAL]), (*inputs, *extras.tensors))
+    schema.check_devices(("q", "k", "v", *Extras._fields[:OPTIONAL]), (*inputs, *extras.tensors))
     mods = options.mods
     check_captured(mods, q, k=k, extras=extras)
     flags: Any = {x: getattr(options, x) for x in FLAGS}
     return describe(q, k, v, extras=extras, scalars=options.scalars, mods=mods, **flags)
 
 
-def _call_of(inputs: tuple, extras: Extras, options: Options) -> Call:
+def _call_of(inputs: tuple, extras: Extras, options: schema.Options) -> Call:
     """The call of an operator's arguments; `inputs` are q, k and v."""
     return Call(problem_from(inputs, extras, options=options), options.scalars, options.backend)
 
@@ -62,17 +49,17 @@ def _known(args: tuple, before: int) -> tuple[Call, tuple, Extras]:
     """The call of an operator's arguments, cached by signature, for compiled graphs, which do not
     pass through `frontend.call.call`; the tensors before the extras, and these.
     """
-    row, options = flat(args, before)
+    row, options = schema.flat(args, before)
 
     def make() -> Call:
         inputs, extras = row[:before], extras_of(row[before:])
         if before == INPUTS:
-            return _call_of(inputs, extras, options_from(options))
-        check_devices(Saved._fields, inputs)
-        return _call_of(inputs[2 : 2 + INPUTS], extras, options_from(options))
+            return _call_of(inputs, extras, schema.options_from(options))
+        schema.check_devices(Saved._fields, inputs)
+        return _call_of(inputs[2 : 2 + INPUTS], extras, schema.options_from(options))
 
     if options[MASK] or options[SCORE]:  # their trees, which a bounded table may have dropped
-        _ = options_from(options).mods
+        _ = schema.options_from(options).mods
     flags: Any = *options[:BLOCK], *options[BLOCK], *options[BLOCK + 1 :]
     call = ops.known(row, flags, make)
     has_more = call.has_extras or len(row) > before + OPTIONAL
@@ -98,7 +85,7 @@ def _forward_fake(args: tuple):
 
 def _backward_fake(args: tuple):
     tensors, extras, options = parts_of(args, SAVED_TENSORS)
-    check_devices(Saved._fields, tensors)
+    schema.check_devices(Saved._fields, tensors)
     inputs = q, k, v = tensors[2 : 2 + INPUTS]
     return ops.filled(empty_grads(problem_from(inputs, extras, options), q, k, v, extras=extras), q)
 
@@ -133,7 +120,7 @@ def map_in_a_loop(function: Any) -> None:
     """Gives a Function of a call and tensors the vmap rule of `one_by_one`."""
 
     def vmap(info, in_dims, call, *tensors):
-        compute = functools.partial(apply, function, call)
+        compute = functools.partial(schema.apply, function, call)
         return batching.one_by_one(compute, info.batch_size, in_dims[1:], tensors)
 
     function.vmap = staticmethod(vmap)
@@ -143,46 +130,46 @@ map_in_a_loop(ops.AttentionBackward)
 
 
 def _forward_vmap(info, in_dims, *args):
-    tensors, options = flat(args, INPUTS)
+    tensors, options = schema.flat(args, INPUTS)
 
     def attend(tensors: tuple) -> tuple[Tensor, Tensor]:
         extras = extras_of(tensors[INPUTS:])
         arguments = (*tensors[:INPUTS], *extras.arguments, *options)
-        return torch.ops.tilewise.flash_attn_forward(**dict(zip(FORWARD, arguments)))
+        return torch.ops.tilewise.flash_attn_forward(**dict(zip(schema.FORWARD, arguments)))
 
-    counts_rows = "b" in indices_used(options_from(options).mods)
-    return batching.forward(attend, counts_rows, info.batch_size, flat(in_dims, INPUTS)[0], tensors)
+    counts_rows = "b" in indices_used(schema.options_from(options).mods)
+    dims = schema.flat(in_dims, INPUTS)[0]
+    return batching.forward(attend, counts_rows, info.batch_size, dims, tensors)
 
 
 def _backward_vmap(info, in_dims, *args):
-    tensors, options = flat(args, SAVED_TENSORS)
+    tensors, options = schema.flat(args, SAVED_TENSORS)
 
     def differentiate(tensors: tuple) -> tuple[Tensor, ...]:
         extras = extras_of(tensors[SAVED_TENSORS:])
         arguments = (*tensors[:SAVED_TENSORS], *extras.arguments, *options)
-        return torch.ops.tilewise.flash_attn_backward(**dict(zip(BACKWARD, arguments)))
+        return torch.ops.tilewise.flash_attn_backward(**dict(zip(schema.BACKWARD, arguments)))
 
-    return batching.one_by_one(
-        differentiate, info.batch_size, flat(in_dims, SAVED_TENSORS)[0], tensors
-    )
+    dims = schema.flat(in_dims, SAVED_TENSORS)[0]
+    return batching.one_by_one(differentiate, info.batch_size, dims, tensors)
 
 
-operator(
+schema.operator(
     "flash_attn_forward",
-    f"(Tensor q, Tensor k, Tensor v, {CALL}) -> (Tensor, Tensor)",
+    f"(Tensor q, Tensor k, Tensor v, {schema.CALL}) -> (Tensor, Tensor)",
     kernel=_forward_kernel,
     fake=_forward_fake,
     backward=_op_backward,
     setup_context=_setup_context,
     vmap=_forward_vmap,
 )
-operator(
+schema.operator(
     "flash_attn_backward",
-    f"({SAVED}, {CALL}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"({schema.SAVED}, {schema.CALL}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     kernel=_backward_kernel,
     fake=_backward_fake,
-    backward=no_double_backward,
+    backward=schema.no_double_backward,
     vmap=_backward_vmap,
 )
 straight("flash_attn_forward", INPUTS, _forward_kernel, _op_backward, setup_context=_setup_context)
-straight("flash_attn_backward", SAVED_TENSORS, kernel=_backward_kernel, backward=no_double_backward)
+straight("flash_attn_backward", SAVED_TENSORS, _backward_kernel, schema.no_double_backward)

@@ -10,24 +10,12 @@ import torch
 import triton
 
 from ...problem import Extras, Grads, Problem, Scalars
+from ..common import results
 from ..common.arguments import bias_of, numbers_of, optionals_of, sizes_of, strided
 from ..common.bwd_dbias import attn_bwd_dbias_kernel, sharing_of
 from ..common.bwd_delta import bwd_delta_kernel
 from ..common.bwd_rest import attn_bwd_rest_kernel
 from ..common.program import Program, TorchStep
-from ..common.results import (
-    AFTER_KEYS,
-    BACKWARD,
-    BEFORE_KEYS,
-    FORWARD,
-    backward_of,
-    forward_of,
-    grads_of,
-    names_with,
-    outputs_of,
-    records_of,
-    sum_sinks,
-)
 from ..common.workspace import Workspace
 from .bwd_dkdv import attn_bwd_dkdv_kernel
 from .bwd_dq import attn_bwd_dq_kernel
@@ -41,12 +29,12 @@ def prepare(
     problem: Problem, scalars: Scalars, q: Tensor, k: Tensor
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     """`forward_of` a problem."""
-    return forward_of(functools.partial(forward_program, problem, scalars))
+    return results.forward_of(functools.partial(forward_program, problem, scalars))
 
 
 def prepare_backward(problem: Problem, scalars: Scalars) -> Callable[..., Grads]:
     """`backward_of` a problem."""
-    return backward_of(functools.partial(backward_program, problem, scalars))
+    return results.backward_of(functools.partial(backward_program, problem, scalars))
 
 
 def forward_program(
@@ -54,9 +42,9 @@ def forward_program(
 ) -> Program:
     """The forward's one launch, of operands; on a GPU of `arch` if that is given."""
     extras = Extras(**tensors)
-    out, lse = outputs_of(problem, q)
+    out, lse = results.outputs_of(problem, q)
     plan = plan_forward(problem, scalars, extras, q=q, k=k, v=v, out=out, lse=lse, arch=arch)
-    names = names_with(FORWARD, extras)
+    names = results.names_with(results.FORWARD, extras)
     return Program(names, [plan.configured()], Workspace(q.device), (out, lse))
 
 
@@ -64,9 +52,9 @@ def backward_program(problem: Problem, scalars: Scalars, arch: str = "", **tenso
     """delta, what lse has lost, then dK and dV, then dQ, then the gradients of the bias and of the
     sinks.
     """
-    saved, extras = records_of(tensors)
-    names, work = names_with(BACKWARD, extras), Workspace(saved.q.device)
-    grads = grads_of(problem, saved, extras)
+    saved, extras = results.records_of(tensors)
+    names, work = results.names_with(results.BACKWARD, extras), Workspace(saved.q.device)
+    grads = results.grads_of(problem, saved, extras)
     dlse = None if saved.dlse is None else saved.dlse.contiguous()
     # Such as the expanded gradient of a sum
     dout = saved.dout if saved.dout.stride(-1) == 1 else saved.dout.contiguous()
@@ -80,8 +68,8 @@ def backward_program(problem: Problem, scalars: Scalars, arch: str = "", **tenso
     plans += plan_backward(problem, scalars, saved, stats, grads, extras, arch)
     steps: list[Any] = [plan.configured() for plan in plans]
     if grads.dsinks is not None:
-        steps.append(TorchStep(sum_sinks, ("dsinks", "parts")))
-    return Program(names, [BEFORE_KEYS, *steps, AFTER_KEYS], work, tuple(grads))
+        steps.append(TorchStep(results.sum_sinks, ("dsinks", "parts")))
+    return Program(names, [results.BEFORE_KEYS, *steps, results.AFTER_KEYS], work, tuple(grads))
 
 
 def plan_tiles(
