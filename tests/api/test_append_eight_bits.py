@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers.caches import INT32
 from helpers.eight_bits import DTYPES, LARGEST, POISON
+from helpers.tiers import pairwise
 
 import tilewise
 from tilewise import ArgumentError, cache
@@ -52,10 +53,9 @@ def scales_of(x, scale, dtype):
     return (scale.unsqueeze(1) if scale.dim() == 2 else scale).expand(x.shape[:3])
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize(
+    "way, dtype, kind, is_packed", pairwise(WAYS, DTYPES, KINDS, [False, True])
+)
 def test_what_is_stored(way, dtype, kind, is_packed):
     dtype = DTYPES[dtype]
     pools, new, scales = draw(dtype, kind)

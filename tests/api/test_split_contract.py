@@ -9,6 +9,7 @@ have nothing to fold.
 import pytest
 import torch
 from helpers.caches import contiguous, paged, sequences
+from helpers.tiers import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -243,9 +244,12 @@ def test_pieces_grow_with_the_rows_that_they_write():
     assert [split_kv.default_split_size(group) for group in (1, 4, 8, 9)] == [512, 512, 1024, 2048]
 
 
-@pytest.mark.parametrize("name", ["causal", "window", "mask", "alibi"])
-@pytest.mark.parametrize("page_size", [None, 3])
-@pytest.mark.parametrize("sizes", [(0, 0, 0), (1 << 7, 1 << 12, 1 << 10)])
+SIZES = (0, 0, 0), (1 << 7, 1 << 12, 1 << 10)
+
+
+@pytest.mark.parametrize(
+    "name, page_size, sizes", pairwise(["causal", "window", "mask", "alibi"], [None, 3], SIZES)
+)
 def test_sizes_of_tiles_and_chunks_change_no_bit(monkeypatch, name, page_size, sizes):
     """How many queries, spans and copied keys go together is for speed; a piece has two spans."""
     monkeypatch.setattr(cache, "SPAN", 24)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from helpers.processes import run
 from helpers.shards import FEATURES, Case, compare, deals
+from helpers.tiers import pairwise
 
 import tilewise.distributed as td
 from tilewise.distributed.layouts.work import Band, KeyRun, keys_of
@@ -34,9 +35,7 @@ LAYOUTS = (
 BANDS = [Band(right=0), Band(20, 0), Band(5, 9), Band()]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda x: x.kind)
-@pytest.mark.parametrize("band", BANDS)
-@pytest.mark.parametrize("each", [1, 5, 10000])
+@pytest.mark.parametrize("layout, band, each", pairwise(LAYOUTS, BANDS, [1, 5, 10000]))
 def test_each_row_is_added_once(layout, band, each):
     """As shared or as private; the places are those of the same positions on all ranks."""
     half = layout.seqlen // 2

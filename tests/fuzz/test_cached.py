@@ -14,7 +14,7 @@ from .cached_inputs import LARGEST, _stored
 from .cached_run import run_cached
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-FEW = {"cpu-cpu": 40, "portable-cpu": 2, "hopper-cpu": 4}
+FEW = {"cpu-cpu": 20, "portable-cpu": 2, "hopper-cpu": 2}
 MORE = {"cpu-cpu": 1000, "portable-cpu": 100, "hopper-cpu": 150}
 ON_A_GPU = {"hopper-cuda": 300, "portable-cuda": 200}
 CHUNK = 50

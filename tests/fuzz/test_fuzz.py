@@ -13,7 +13,7 @@ IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == 
 CHUNK = 50
 # How many cases of a lane `make test` computes, up to which `make test-all` goes on, and how many
 # others it computes then.
-FEW = {"cpu-cpu": 50, "choice-cpu": 10, "portable-cpu": 3, "hopper-cpu": 5}
+FEW = {"cpu-cpu": 25, "choice-cpu": 10, "portable-cpu": 2, "hopper-cpu": 4}
 SAMPLE = {"cpu-cpu": 120, "choice-cpu": 20, "portable-cpu": 6, "hopper-cpu": 10}
 MORE = {"cpu-cpu": 1500, "choice-cpu": 200, "portable-cpu": 100, "hopper-cpu": 200}
 ON_A_GPU = {"hopper-cuda": 500, "portable-cuda": 350, "choice-cuda": 150}

@@ -64,7 +64,8 @@ _turned = itertools.product(LENGTHS, (False, True), (BF16, torch.float16, FP32))
 def test_turned_by_positions(name, interleaved, dtype, cast):
     """Without rotation and means every bit is the same; with them as without rotary tables."""
     rows, of = LENGTHS[name]
-    x, rotary = tensors(rows, dtype=dtype), turning(interleaved=interleaved)
+    x = tensors(rows, heads=(2, 1), dtype=dtype)
+    rotary = turning(interleaved=interleaved)
     found, expected = (f(*x, NONE, NO_SCALES, of, rotary) for f in (by_kernels, plain.quantize))
     for mine, theirs in zip(found.scales, expected.scales):
         assert torch.equal(mine, theirs)
@@ -86,7 +87,7 @@ def test_turned_channels(headdims):
 
 
 def test_empty_tables():
-    x, of = tensors((2, 40)), Lengths()
+    x, of = tensors((1, 40), heads=(2, 1)), Lengths()
     expected = by_kernels(*x, ALL, NO_SCALES, of)
     for rotary in (turning(40, 0), turning(0, 8)):
         for mine, theirs in zip(by_kernels(*x, ALL, NO_SCALES, of, rotary)[:3], expected):
@@ -146,7 +147,7 @@ def test_codes_are_products_with_the_inverse(cast):
 @pytest.mark.parametrize("name", ["batch", "packed"])
 def test_a_block_of_small_values_limits_what_is_added_to_the_mean(name):
     rows, of = LENGTHS[name]
-    q, k, v = tensors(rows)
+    q, k, v = tensors(rows, heads=(2, 1))
     v[:, :128] *= 0.125
     given = q, k, v, ALL, NO_SCALES, of
     assert_same(by_kernels(*given), plain.quantize(*given), of)
@@ -154,7 +155,7 @@ def test_a_block_of_small_values_limits_what_is_added_to_the_mean(name):
 
 def test_rows_not_in_use_do_not_count(cast):
     rows, of = LENGTHS["gaps"]
-    q, k, v = tensors(rows)
+    q, k, v = tensors(rows, heads=(2, 1))
     expected = by_kernels(q, k, v, ALL, NO_SCALES, of)
     for x, starts, used in ((q, of[0], of[2]), (k, of[1], of[3]), (v, of[1], of[3])):
         keep = torch.zeros(x.shape[1], dtype=torch.bool)

@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from helpers.tiers import sample_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -11,11 +12,12 @@ from benchmarks.bench.timer import one_thread
 from tilewise import attention, merge_states
 from tilewise.emulation import use_interpreter
 
-BACKENDS = ["cpu", "portable"]
 # A tile costs the interpreter 3 ms, so that it gets small tensors and few of them.
-EXAMPLES = {"cpu": 30, "portable": 5}
+EXAMPLES = [("cpu", 20), ("cpu", 60), ("portable", 3), ("portable", 10)]
 
-pytestmark = pytest.mark.parametrize("backend", BACKENDS)
+pytestmark = pytest.mark.parametrize(
+    "backend, examples", sample_rows(EXAMPLES, ("cpu", 20), ("portable", 3))
+)
 seqlens = st.integers(1, 90)
 headdims = st.sampled_from([1, 8, 16, 33])
 heads = st.sampled_from([(1, 1), (2, 2), (4, 2), (3, 1)])
@@ -27,11 +29,11 @@ def examples(**strategies):
 
     def wrap(test):
         @functools.wraps(test)
-        def run(backend):
+        def run(backend, examples):
             def example(**drawn):
                 test(backend, **drawn)
 
-            limited = settings(max_examples=EXAMPLES[backend], deadline=None, database=None)
+            limited = settings(max_examples=examples, deadline=None, database=None)
             with use_interpreter():
                 limited(given(**strategies)(example))()
 
