@@ -14,6 +14,7 @@ import torch.distributed as dist
 from helpers.device_arena import CPU, device_arena
 from helpers.processes import run
 from helpers.shards import NAMES, Case, compare
+from helpers.tiers import sample
 from helpers.waits import SHORT
 
 import tilewise.distributed as td
@@ -232,17 +233,16 @@ def test_a_rank_that_is_killed_is_named():
     run(killed, 3, killed=(1,))
 
 
-def algorithms(rank):
+def algorithms(rank, options):
     """The methods over it, as over the arena of CPUs."""
     group = dist.group.WORLD
     arena = arenas._arenas[group, CPU] = device_arena()
-    for asked in (dict(causal=True), dict(causal=True, window=(37, None), sinks=True)):
-        case = Case(4, 2, **asked)
-        layout = td.zigzag(case.seqlen, group)
-        compare(case, layout, "stream", method="stream")
-        compare(case, layout, "stream by runs", (), method="stream", bitwise=False)
-        compare(case, layout, "heads", NAMES, method="heads", deterministic=True)
-        compare(case, layout, "ring", (), method="ring", bitwise=False)
+    case = Case(4, 2, **options)
+    layout = td.zigzag(case.seqlen, group)
+    compare(case, layout, "stream", method="stream")
+    compare(case, layout, "stream by runs", (), method="stream", bitwise=False)
+    compare(case, layout, "heads", NAMES, method="heads", deterministic=True)
+    compare(case, layout, "ring", (), method="ring", bitwise=False)
     assert arena.pulled
     x = torch.randn(1, layout.tokens, 4, 16)
     with pytest.raises(td.RankMismatch, match=r"called .*causal=True.*called .*causal=False"):
@@ -250,5 +250,13 @@ def algorithms(rank):
     assert td.attention(x, x, x, layout=layout).isfinite().all()
 
 
-def test_methods():
-    run(algorithms, 2)
+@pytest.mark.parametrize(
+    "options",
+    sample(
+        [dict(causal=True), dict(causal=True, window=(37, None), sinks=True)],
+        dict(causal=True, window=(37, None), sinks=True),
+    ),
+    ids=str,
+)
+def test_methods(options):
+    run(algorithms, 2, options)

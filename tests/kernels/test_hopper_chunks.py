@@ -20,7 +20,7 @@ from tilewise.tile import split_schedule
 
 # Tiles are of 64 tokens, halves of 32: a whole tile and a ragged one, whose second half has rows
 # or none; a half alone; one query; none
-QUERIES, LENGTHS = [80, 1, 33, 0, 130], [530, 396, 407, 5, 200]
+QUERIES, LENGTHS = [80, 1, 33, 0, 130], [330, 268, 279, 5, 200]
 choose = launch.warpgroups_of
 
 
@@ -54,7 +54,7 @@ def test_features(name, warpgroups):
 @pytest.mark.parametrize("page_size", sample([None, 128, 8, 3, 1], 8, 3))
 def test_pages_change_no_bit(page_size, name, warpgroups):
     """Neither by TMA, where one warp clears values that are not in use, nor by cp.async."""
-    s = drawn([80, 1, 33], [530, 396, 407])
+    s = drawn([80, 1, 33], [330, 268, 279])
     expected = by_one(warpgroups, s, 16, **FEATURES[name])
     assert_equal(run(s, page_size, seed=1, **FEATURES[name]), expected)
 
@@ -79,7 +79,7 @@ def test_heads_and_headdims(heads, headdims, warpgroups):
 @pytest.mark.parametrize("name", sample(["causal", "window", "alibi"], "causal"))
 def test_a_chunk_has_the_bits_of_its_tokens(name, warpgroups):
     """C0, C1, C2: through tiles of either size, among mates and alone, in any cut."""
-    s = drawn([140, 1, 3], [530, 396, 407])
+    s = drawn([140, 1, 3], [330, 268, 279])
     options = FEATURES[name] | dict(causal=True)
     out, lse = run(s, 16, **options)
     turned, _ = run(type(s)(*(x[::-1] for x in s)), 8, seed=3, **options)
@@ -87,7 +87,7 @@ def test_a_chunk_has_the_bits_of_its_tokens(name, warpgroups):
     for count in (1, 2):
         warpgroups(count)
         for a, b in ((0, 1), (30, 94), (139, 140)):
-            n = 530 - 140 + b
+            n = 330 - 140 + b
             part = type(s)([s.q[0][a:b]], [s.k[0][:n]], [s.v[0][:n]])
             assert_equal(run(part, 8, **options), (out[a:b], lse[:, a:b]))
 
@@ -151,7 +151,7 @@ def test_maxima_that_grow(factor, warpgroups):
     """A row's m lags behind its maximum, up to a threshold, by the same rule on all paths: two
     warpgroups, one, and one query at a time, whose operands are swapped.
     """
-    s = drawn([80, 1, 33], [530, 396, 407])
+    s = drawn([80, 1, 33], [330, 268, 279])
     grown = [x * torch.linspace(0, factor, len(x))[:, None, None].to(BF16) for x in s.k]
     s = type(s)(s.q, grown, s.v)
     options = dict(causal=True, split_size=256)
@@ -160,7 +160,7 @@ def test_maxima_that_grow(factor, warpgroups):
     assert_equal(by_one(warpgroups, s, 8, **options), found)
     warpgroups(1)
     for i in (0, 41, 79):
-        n = 530 - 79 + i
+        n = 330 - 79 + i
         one = type(s)([s.q[0][i : i + 1]], [s.k[0][:n]], [s.v[0][:n]])
         assert_equal(run(one, 8, **options), (found[0][i : i + 1], found[1][:, i : i + 1]))
 
