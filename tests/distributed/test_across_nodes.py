@@ -7,6 +7,7 @@ import importlib
 import itertools
 import random
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ import tilewise
 import tilewise.distributed as td
 from tilewise.distributed.layouts.work import Band, keys_of
 from tilewise.distributed.methods import heads, stream
+from tilewise.distributed.methods.shard_call import ShardCall
 from tilewise.distributed.transport.arena import arena_of
 from tilewise.distributed.transport.halves import Arena
 from tilewise.distributed.transport.links import Links
@@ -130,6 +132,18 @@ def by_default(rank):
     assert chosen == ["stream", "heads"]
 
 
+@pytest.mark.parametrize(
+    "tokens, ranks, forward, backward", [(8192, 2, 2, 1), (16384, 2, 4, 1), (16384, 16, 4, 4)]
+)
+def test_groups_of_heads_between_nodes(tokens, ranks, forward, backward):
+    """A backward of few keys per query takes fewer, as each group costs launches and exchanges."""
+    spec, arena = ShardCall(td.zigzag(tokens * ranks, ranks)), SimpleNamespace(nodes=1)
+    q, k = (torch.empty(1, tokens, n, 128, device="meta") for n in (32, 8))
+    assert len(stream.groups_of(arena, spec, q, k=k, v=k)) == forward
+    groups = stream.groups_of(arena, spec, q, k=k, v=k, parts_in=torch.float32)
+    assert len(groups) == backward
+
+
 def test_the_default_between_nodes():
     run(by_default, 2)
 
@@ -207,7 +221,7 @@ def test_other_forms():
 def on_device(rank, nodes):
     """The arena of GPUs, with its barriers and sums in the interpreter."""
     torch.use_deterministic_algorithms(True)
-    stream.LEAST_ROWS = 1
+    stream.LEAST_ROWS = stream.LEAST_PAIRS = 1
     pair, n = Pair(rank, nodes), len(nodes)
     with elsewhere(nodes, rank):
         device_arena(pair.several)

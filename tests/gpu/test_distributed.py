@@ -97,7 +97,7 @@ def test_groups_of_heads():
 
 def on_nodes(rank, names):
     """GPUs as nodes: one each, and of four two each."""
-    stream.LEAST_ROWS = heads.LEAST_ROWS = 1
+    stream.LEAST_ROWS = stream.LEAST_PAIRS = heads.LEAST_ROWS = 1
     faults = []
     for ranks in (1, 2)[: RANKS // 2]:
         shape = RANKS // ranks, ranks

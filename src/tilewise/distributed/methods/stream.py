@@ -8,6 +8,7 @@ of keys add (`sums`); of some heads at a time, where all would take much memory.
 from __future__ import annotations
 
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -23,9 +24,10 @@ from .sums import Sums
 Tensor = torch.Tensor
 MOST_BYTES = 1 << 31  # of a rank's parts of the gradients of all keys, of the heads of a group
 MOST_GROUPS = 4  # of heads, whose keys come from other nodes one after another
-# Of query heads in such a group: 1,024 tiles of 128. With 512, a call of 8Ki tokens on each of two
-# H200s took 1.87 ms in place of 1.82, and its host 245 us more (November 2026)
+# Of query heads in such a group. With half, 8Ki tokens on each of two H200s took 1.87 ms for 1.82
 LEAST_ROWS = 1 << 17
+# Of pairs of a query and a key, in a backward. With a quarter, 16Ki tokens took 28.6 ms for 26.1
+LEAST_PAIRS = 1 << 34
 
 
 def supports(spec: ShardCall, nheads: int, nheads_k: int) -> str | None:
@@ -121,13 +123,7 @@ def backward(arena: Arena, spec: ShardCall, saved: Saved) -> Grads:
 
 
 def groups_of(
-    arena: Arena,
-    spec: ShardCall,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    parts_in: torch.dtype | None = None,
+    arena: Arena, spec: ShardCall, q: Tensor, k: Tensor, v: Tensor, *, parts_in: Any = None
 ) -> tuple[range, ...]:
     """Returns key heads that are computed together: parts for all keys, in a dtype if there are
     any, take up to MOST_BYTES. Between nodes keys of a group arrive as the one before is computed.
@@ -135,17 +131,17 @@ def groups_of(
     layout, nheads_k = spec.layout, k.shape[2]
     nbytes, least = 0, 1
     if parts_in is not None:
-        keys = k.shape[0] * layout.seqlen * nheads_k
-        nbytes = keys * (k.shape[3] + v.shape[3]) * parts_in.itemsize
+        widths = (k.shape[3] + v.shape[3]) * parts_in.itemsize
+        nbytes = k.shape[0] * layout.seqlen * nheads_k * widths
     if spec.uses_head_index or (arena.nodes is None and nbytes <= MOST_BYTES):
         return (range(nheads_k),)
     counts = [n for n in range(1, nheads_k + 1) if nheads_k % n == 0]
     if arena.nodes is not None:
-        of_head = q.shape[0] * (layout.seqlen // layout.ranks) * (q.shape[2] // nheads_k)
-        most = min(MOST_GROUPS, nheads_k * of_head // LEAST_ROWS)
-        least = max([1, *(n for n in counts if n <= most)])
-    fitting = (n for n in counts if n >= least and nbytes <= n * MOST_BYTES)
-    heads = nheads_k // next(fitting, nheads_k)
+        queries = q.shape[0] * (layout.seqlen // layout.ranks) * q.shape[2]
+        most = queries // LEAST_ROWS if parts_in is None else queries * layout.seqlen // LEAST_PAIRS
+        least = max([1, *(n for n in counts if n <= min(MOST_GROUPS, most))])
+    least = max(least, -(-nbytes // MOST_BYTES))
+    heads = nheads_k // next((n for n in counts if n >= least), nheads_k)
     return tuple(range(first, first + heads) for first in range(0, nheads_k, heads))
 
 

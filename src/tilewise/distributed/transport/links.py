@@ -50,10 +50,12 @@ class Links:
         if not self.own or self.epoch == self.host.epoch:
             return
         self.abort()  # an error may have ended the epoch without this rank's
-        host, time_out = self.host, LATER * self.host.timeout
+        host = self.host
         store = distributed_c10d.PrefixStore(f"nodes/{host.epoch}", host.store)
-        nccl: Any = dist.ProcessGroupNCCL
-        self.backend = nccl(store, host.rank, host.ranks, time_out)
+        new_options: Any = dist.ProcessGroupNCCL.Options
+        options = new_options(is_high_priority_stream=True)
+        options._timeout = LATER * host.timeout
+        self.backend = dist.ProcessGroupNCCL(store, host.rank, host.ranks, options)
         # NCCL wants all ranks at the first of its calls, not a few
         self.backend.allreduce([torch.zeros(1, device=self.device)]).wait()
         self.epoch = host.epoch
