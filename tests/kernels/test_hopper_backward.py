@@ -11,7 +11,7 @@ from helpers.tiers import every, sample, sample_rows
 import tilewise
 from gluon_emulator.hopper.emulate import Rebinder
 from tilewise.kernels.common import program
-from tilewise.kernels.hopper.bwd import hidden, kernels, mma, plan, queue
+from tilewise.kernels.hopper.bwd import hidden, kernels, mma, plan, queue, work_tile
 from tilewise.problem import Extras, Scalars, describe
 from tilewise.testing import use_emulator
 from tilewise.testing.cases import Case, Features, Sizes
@@ -120,6 +120,23 @@ def test_a_warpgroup_passes_over_blocks_that_do_not_see_its_keys(left, right, mo
     halves = seen.view(4, 64, 2, 2, 64).any(4).any(1)  # blocks, tiles, halves
     expected = (halves.any(2, keepdim=True) & ~halves).sum((0, 1))
     assert [passed[0], passed[1]] == expected.tolist()
+
+
+@pytest.mark.parametrize("headdim, begins", [(128, [0, 1, 0, 0]), (256, [0, 1, 0, 1, 0, 0, 0])])
+def test_long_tiles_of_a_causal_head_begin_at_different_blocks(headdim, begins, monkeypatch):
+    """They would otherwise add to the same block of dQ at a time."""
+    found, work_of = {}, Rebinder().function(work_tile.work_of)
+
+    def noted(n_block, *args, **keywords):
+        work = work_of(n_block, *args, **keywords)
+        found[int(n_block)] = int(work.begin - work.first)
+        return work
+
+    monkeypatch.setattr(plan, "SPREAD", 2)
+    monkeypatch.setattr(work_tile, "work_of", noted)
+    case = Case("s", Sizes(1, 400, 400, 1, 1, headdim), Features(causal=True))
+    assert all(x.verdict.ok for x in run_case(case, "hopper", "cpu", BF16))
+    assert [found[n] for n in sorted(found)] == begins
 
 
 def test_programs_leave_sms_to_the_conversion_of_dq(monkeypatch):

@@ -239,6 +239,7 @@ class KeyPipeline(NamedTuple):
     HAS_METADATA: bool = False  # per-block metadata: indices and random state
     BIAS_COPIED: bool = False  # whether TMA loads the bias
     BIAS_GRAD: bool = False  # whether TMA stores dS, which is the gradient of the bias
+    SPREAD: int = 0  # blocks over which the beginnings of long causal tiles are spread; 0: none
 
 
 class Lengths(NamedTuple):

@@ -20,7 +20,7 @@ from triton.experimental.gluon import language as gl
 from ....tile.dropout import Stream, stream_of
 from ..tile_messages import field
 from ..work import is_partial
-from .query_blocks import block_before
+from .query_blocks import QueryBlock
 
 METADATA_WORDS = gl.constexpr(8)
 
@@ -84,7 +84,12 @@ def block_behind(block, metadata, step, work, FEATURES: gl.constexpr, TILE: gl.c
     if TILE.HAS_METADATA:
         return read_metadata(metadata, step - 1)
     else:
-        return block_before(block, work, FEATURES=FEATURES)
+        head, m_block = block.head, block.m_block - 1
+        if FEATURES.GROUP > 1 or TILE.SPREAD > 0 or not (FEATURES.LEFT or FEATURES.RIGHT):
+            m_block = gl.where(block.m_block == work.first, work.last, m_block)
+        if FEATURES.GROUP > 1:
+            head -= (block.m_block == work.begin).to(gl.int32)
+        return QueryBlock(head, m_block)
 
 
 @gluon.jit

@@ -23,7 +23,7 @@ def count_hidden(work, call, WG: gl.constexpr, FEATURES: gl.constexpr, TILE: gl.
     diagonal = tile_lengths(work, call, FEATURES=FEATURES, TILE=TILE).diagonal
     if WG == 1:
         first = gl.maximum(work.start + 64 - diagonal - call.numbers.right, 0)
-        hidden = gl.minimum(first // 64, work.last) - work.first
+        hidden = gl.minimum(first // 64, work.last) - work.begin
     else:
         last = gl.maximum(work.start + 63 - diagonal + call.numbers.left, 0)
         hidden = work.last - gl.maximum(last // 64, work.first)

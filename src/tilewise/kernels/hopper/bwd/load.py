@@ -137,7 +137,7 @@ def load_visits(
                     load_keys(inputs, rings.keys, keys_state, work, FEATURES=FEATURES, TILE=TILE)
             copy_bias(inputs.bias, rings, step, work, block, modifiers, TILE)
             step += 1
-            block = block_after(block, work, FEATURES=FEATURES)
+            block = block_after(block, work, FEATURES=FEATURES, TILE=TILE)
     return step
 
 

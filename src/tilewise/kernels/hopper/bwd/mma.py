@@ -92,7 +92,7 @@ def grad_partition(
             if begin > 0:
                 last_ds_state = ds_state
                 ds_state, step = pass_block(rings, ds_state, step=step, WG=WG, TILE=TILE)
-                block = block_after(block, work, FEATURES=FEATURES)
+                block = block_after(block, work, FEATURES=FEATURES, TILE=TILE)
         if HIDES_LAST:
             stop -= count_hidden(work, call, WG=WG, FEATURES=FEATURES, TILE=TILE)
         # S^T = K Q^T: (64, BLOCK_M); the first overlaps with nothing
@@ -148,7 +148,7 @@ def grad_partition(
             release(queries, state_of(step))
             last_ds_state = ds_state
             ds_state = advance(ds_state, 3)
-            block = block_after(block, work, FEATURES=FEATURES)
+            block = block_after(block, work, FEATURES=FEATURES, TILE=TILE)
             step += 1
             # No matmul may be in flight at the end of an iteration: the compiler would serialize
             # all
@@ -161,7 +161,7 @@ def grad_partition(
                 pending_dq = multiply_keys(score_buffers, dq_state, keys, step, WG, TILE)
                 dq = warpgroup_mma_wait(0, deps=[pending_dq])
                 add_dq_in_order(dq, outputs, rings, work, block, step, WG, call, FEATURES, TILE)
-                block, step = block_after(block, work, FEATURES=FEATURES), next_step
+                block, step = block_after(block, work, FEATURES=FEATURES, TILE=TILE), next_step
                 wait_full(score_buffers, last_ds_state)
         pending_dq = multiply_keys(score_buffers, last_ds_state, keys, step, WG, TILE)
         dq = warpgroup_mma_wait(0, deps=[pending_dq])

@@ -29,10 +29,11 @@ from ....tile.seqlen import modifiers_of
 from ..layouts import accumulator, left_operand
 from ..pipeline import PipelineState, advance, release, start, state_of, wait_full
 from ..work import END
+from .block_metadata import block_behind
 from .epilogue import write_rows
 from .mma import add_dq, half_of, load_row, recompute
 from .ordered_add import arrive_added, arrive_tile, wait_to_add
-from .query_blocks import block_after, block_before, count_blocks, first_block
+from .query_blocks import block_after, count_blocks, first_block
 from .work_tile import receive_tile
 
 HALF = gl.constexpr(32)  # queries
@@ -90,7 +91,7 @@ def grad_partition_192(
             )
             last_ds_state = ds_state
             ds_state = advance(ds_state, 3)
-            block = block_after(block, work, FEATURES=FEATURES)
+            block = block_after(block, work, FEATURES=FEATURES, TILE=TILE)
             step += 1
         wait_full(rings.score_buffers, last_ds_state, pred=is_seen)
         visit = Visit(step, block, is_seen, False, ds_state, last_ds_state)
@@ -215,10 +216,8 @@ def add_groups(
     FEATURES: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Adds the warpgroup's group of columns of the previous block's dQ, and in every second block
-    computes and adds the third one.
-    """
-    before = block_before(visit.block, work, FEATURES=FEATURES)
+    """Adds a group of columns of the previous block's dQ, in every second block also the third."""
+    before = block_behind(visit.block, rings.queries.metadata, visit.step, work, FEATURES, TILE)
     if visit.has_before:
         wait_to_add(rings.add_barriers, visit.step - 1, TILE=TILE)
         add_dq(dq, outputs, work, before, WG, GROUPS, call, FEATURES, TILE)

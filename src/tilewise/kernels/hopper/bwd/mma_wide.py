@@ -99,7 +99,7 @@ def value_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.const
             wait_full(queries, state_of(step + 1), pred=i + 1 < blocks)
             k_smem = only_stage(rings.keys.k, step)
             pending_s = multiply_queries(k_smem, queries, step + 1, no_scores, TRIM, TILE)
-            block = block_after(block, work, FEATURES=FEATURES)
+            block = block_after(block, work, FEATURES=FEATURES, TILE=TILE)
             step += 1
             s = warpgroup_mma_wait(0, deps=[pending_s])
         if is_seen:
@@ -181,7 +181,7 @@ def key_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.constex
             wait_full(queries, state_of(step + 1), pred=i + 1 < blocks)
             v_smem = only_stage(rings.keys.v, step)
             pending_dp = multiply_values(v_smem, queries, step + 1, no_scores, TRIM)
-            block = block_after(block, work, FEATURES=FEATURES)
+            block = block_after(block, work, FEATURES=FEATURES, TILE=TILE)
             step += 1
             dp = warpgroup_mma_wait(0, deps=[pending_dp])
         if is_seen:

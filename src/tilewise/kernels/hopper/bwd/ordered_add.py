@@ -110,7 +110,7 @@ def order_partition(
                 if order.is_visited & (order.rank > 0):
                     wait_semaphore(order)
                 mbarrier.arrive(barriers.may_add.index(step & 1), count=1)
-            block = block_after(block, work, FEATURES=FEATURES)
+            block = block_after(block, work, FEATURES=FEATURES, TILE=TILE)
             step += 1
         tiles += 1
         work = receive_tile(rings.messages, tiles, TILE=TILE, WARPS=1)

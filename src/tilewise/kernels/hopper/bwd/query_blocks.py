@@ -34,25 +34,14 @@ def first_block(work, FEATURES: gl.constexpr):
 
 
 @gluon.jit
-def block_after(block, work, FEATURES: gl.constexpr):
-    """The next block."""
-    m_block = block.m_block + 1
-    if FEATURES.GROUP == 1 and (FEATURES.LEFT or FEATURES.RIGHT):  # one head, from its first block
-        return QueryBlock(block.head, m_block)
-    else:
+def block_after(block, work, FEATURES: gl.constexpr, TILE: gl.constexpr):
+    """The next block. In a band a tile of one head begins with the first, unless it is spread."""
+    head, m_block = block.head, block.m_block + 1
+    if FEATURES.GROUP > 1 or TILE.SPREAD > 0 or not (FEATURES.LEFT or FEATURES.RIGHT):
         m_block = gl.where(m_block > work.last, work.first, m_block)
-        return QueryBlock(block.head + (m_block == work.begin).to(gl.int32), m_block)
-
-
-@gluon.jit
-def block_before(block, work, FEATURES: gl.constexpr):
-    """The block before."""
-    m_block = block.m_block - 1
-    if FEATURES.GROUP == 1 and (FEATURES.LEFT or FEATURES.RIGHT):
-        return QueryBlock(block.head, m_block)
-    else:
-        m_block = gl.where(block.m_block == work.first, work.last, m_block)
-        return QueryBlock(block.head - (block.m_block == work.begin).to(gl.int32), m_block)
+    if FEATURES.GROUP > 1:
+        head += (m_block == work.begin).to(gl.int32)
+    return QueryBlock(head, m_block)
 
 
 @gluon.jit

@@ -87,7 +87,8 @@ def work_of(n_block, head, batch, lengths, call, FEATURES: gl.constexpr, TILE: g
 
     Where it reaches past the last key all its blocks are partial: keys that are not there may not
     reach dQ, not even as infinity times zero. Without a band each tile of a head begins with
-    another block, to avoid contention on the same block of dQ.
+    another block, to avoid contention on the same block of dQ. So do long tiles of a causal head
+    where `TILE.SPREAD` says so: a head's last tiles otherwise begin as those before them arrive.
 
     A tile that is masked for all queries has no blocks where lengths are ragged, as its sequence
     may have no queries at all; else it visits one all the same.
@@ -102,11 +103,11 @@ def work_of(n_block, head, batch, lengths, call, FEATURES: gl.constexpr, TILE: g
     is_whole = n_start + TILE.BLOCK_N <= lengths.seqlen_k
     full_stop = gl.where(is_whole, blocks.full_stop, blocks.full_first)
     begin = first
+    count = last + 1 - first
     if not (FEATURES.LEFT or FEATURES.RIGHT or TILE.ORDERED):
-        count = last + 1 - first
-        if TILE.RAGGED:
-            count = gl.maximum(count, 1)
-        begin += n_block % count
+        begin += n_block % gl.maximum(count, 1)
+    elif TILE.SPREAD > 0:
+        begin += gl.where(count > TILE.SPREAD, n_block % TILE.SPREAD, 0)
     return Work(n_start, head, batch, last, first, blocks.full_first, full_stop, begin)
 
 
