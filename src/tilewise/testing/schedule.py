@@ -1,7 +1,7 @@
 """The tile scheduler of a packed batch in plain Python: which SM computes which tile, and when.
 
 `tiles` numbers the tiles as `tilewise.tile.varlen` does on a GPU, and is what that is tested
-against. `simulate` hands them out, in a fixed order or to the first free SM; `tilewise
+against. `simulate` hands them out, in a fixed order or to the first free SM; `python -m benchmarks
 schedule` draws the result.
 """
 
