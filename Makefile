@@ -61,7 +61,7 @@ help:  ## show this list
 
 setup: $(READY)  ## make the virtual environment
 
-test: $(READY) style  ## ruff and the CPU tests: at most 12 minutes of CPU time
+test: $(READY) style  ## ruff and the CPU tests: at most 25 minutes of CPU time
 	$(PYTEST) -n $(JOBS) -m "not gpu and not slow"
 
 test-all: $(DOCS_READY) lint  ## the CPU tests with the slow ones, docs and browser
