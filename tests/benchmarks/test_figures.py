@@ -108,6 +108,17 @@ def test_sustained_times_count_and_flushed_ones_can_be_asked_for():
         assert figures.fill(asked, collect(rows)) == answer, asked
 
 
+def test_two_versions_of_triton_that_were_interleaved_are_compared():
+    rows = [row(ms=1.0, seqlen=1024), row(ms=1.25, seqlen=1024, triton="3.8.0")]
+    rows += [row(ms=2.0, seqlen=2048), row(ms=1.6, seqlen=2048, triton="3.8.0")]
+    rows += [row(ms=0.5, seqlen=1024, run="alone"), row(ms=0.5, seqlen=512)]
+    evidence = collect(rows)
+    assert figures.fill("{versions: fwd Triton-3.8}", evidence) == "1.00, least 0.80"
+    assert figures.fill("{versions: bwd Triton-3.8}", evidence) == "–"
+    grid = figures.fill("{grid versions: fwd Triton-3.8}", evidence).splitlines()
+    assert grid[2] == "| D128 full | – | **0.80** | 1.25 | – | – | – |"
+
+
 def test_pages_say_which_times_they_have():
     for rows, said in ((loaded(2.0, 2.5), "sustained"), ([row(), row("fa3", 1.5)], "flushed")):
         page = " ".join(figures.page(figures.README, collect(rows)).split())

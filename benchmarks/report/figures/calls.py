@@ -17,9 +17,11 @@ from collections.abc import Sequence
 
 from tilewise.explain.shapes import Shape
 
+from ...bench.row import Row
 from ...bench.shapes import SUITES, dense_of
 from ...bench.standings import Standing, mean_of
-from ...bench.ways import FLUSHED, SUSTAINED
+from ...bench.timer import ratio as spread_between
+from ...bench.ways import FLUSHED, SUSTAINED, rounds_of, way_of
 from ..evidence import (
     OURS,
     Entry,
@@ -71,10 +73,7 @@ def where(evidence: Evidence, words: Sequence[str] = ()) -> Environment | None:
 def timings(evidence: Evidence, peers: Sequence[str], words: Sequence[str]) -> list[Timing]:
     """The newest timing of each shape in which all of these took part."""
     ours = next((f"{OURS}:{word}" for word in words if word in WAYS), OURS)
-    asked = {word for word in words if word not in ASIDE and not word.startswith(TRITON)}
-    asked |= set() if asked & (KINDS | SUITES.keys()) else {"dense"}
-    asked |= set() if asked & set(SHORT.values()) else {"bf16"}
-    wanted, place = {ours, *peers}, where(evidence, words)
+    asked, wanted, place = asked_of(words), {ours, *peers}, where(evidence, words)
     runs: dict[tuple, list[Entry]] = {}
     for entry in evidence.calls:
         if entry.environment == place and entry.row.provider in wanted and not lane_of(entry.row):
@@ -83,6 +82,38 @@ def timings(evidence: Evidence, peers: Sequence[str], words: Sequence[str]) -> l
     whole = [of for of in runs.values() if {entry.row.provider for entry in of} == wanted]
     found = newest_timings(itertools.chain(*whole))
     return [timing.flushed for timing in found] if FLUSHED in words else found
+
+
+def asked_of(words: Sequence[str]) -> set[str]:
+    """What a shape has to answer to."""
+    asked = {word for word in words if word not in ASIDE and not word.startswith(TRITON)}
+    asked |= set() if asked & (KINDS | SUITES.keys()) else {"dense"}
+    return asked | (set() if asked & set(SHORT.values()) else {"bf16"})
+
+
+def over_versions(evidence: Evidence, words: Sequence[str]) -> dict[Shape, float]:
+    """Our time with the Triton that most rows are of over that with the one that `words` name, of
+    each shape the newest run that timed both.
+    """
+    asked, place = asked_of(words), where(evidence, words)
+    usual = where(evidence, [word for word in words if not word.startswith(TRITON)])
+    runs: dict[tuple[Shape, str], dict[Environment | None, Row]] = {}
+    for entry in evidence.calls:
+        if entry.row.provider == OURS and asked <= words_of(entry.shape, entry.row.suite):
+            runs.setdefault((entry.shape, entry.row.run), {})[entry.environment] = entry.row
+    found = {}
+    for (shape, _), of in runs.items():
+        if place in of and usual in of:
+            way = way_of(of[place], of[usual])
+            new, old = (list(rounds_of(of[which], way)) for which in (place, usual))
+            found[shape] = spread_between(new, old).median
+    return found
+
+
+def versions(evidence: Evidence, names: list[str], words: list[str]) -> str:
+    """The mean of these ratios, and the least."""
+    found = over_versions(evidence, words).values()
+    return f"{marked(mean_of(found))}, least {times(min(found))}" if found else NONE
 
 
 def ratios(evidence: Evidence, peer: str, words: Sequence[str]) -> list[float]:
@@ -276,6 +307,7 @@ ANSWERS = {
     "share": share,
     "skewed": skewed,
     "energy": energy,
+    "versions": versions,
     "environment": environment,
     "card": card,
 }
