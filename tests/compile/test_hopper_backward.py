@@ -23,7 +23,7 @@ pytestmark = pytest.mark.compile
 # Tall blocks of headdim 64 spill what the loop does not need; softcap's derivative takes 32
 # registers that headdim 128 does not have.
 IS_MEASURED = triton.__version__.startswith("3.6.")
-SPILLS = {64: 52, 128: 12, 192: 40, 256: 80}
+SPILLS = {64: 52, 128: 16, 192: 40, 256: 80}  # 128: 12 before windows passed blocks
 PACKED_SPILLS = {64: 28, 128: 12, 192: 24, 256: 32}  # 192: 12 before tiles were counted
 SOFTCAP_SPILLS = 330
 # Of plain shapes by newer ones, on 2026-11-27: 3.8 spills outside of the loop of blocks. 3.9 does
