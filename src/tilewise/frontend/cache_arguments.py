@@ -40,8 +40,7 @@ def check_kinds(arguments: dict[str, Any]) -> None:
     for name in ("q", "k_cache", "v_cache"):
         is_packed_q = name == "q" and arguments["cu_seqlens_q"] is not None
         form = "(total_q, nheads, headdim) with cu_seqlens_q" if is_packed_q else "of 4 dimensions"
-        dims = 3 if is_packed_q else 4
-        check_dims(name, arguments[name], dims=dims, remedy=f"it must be {form}")
+        check_dims(name, arguments[name], dims=3 if is_packed_q else 4, remedy=f"it must be {form}")
     for name in ("k_descale", "v_descale"):
         if arguments[name] is not None:
             check_tensor(name, arguments[name])

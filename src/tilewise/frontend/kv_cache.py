@@ -141,7 +141,6 @@ def flash_attn_with_kvcache(
     longest = 0 if max_seqlen_q is None else step_bound(max_seqlen_q)
     place = block_table if page_table is None else page_table
     table_name = "block_table" if page_table is None else "page_table"
-    names = WORDS_OF[table_name]
     has_one_table = page_table is None or block_table is None
     has_new = not (k is v is rotary_cos is rotary_sin is cu_seqlens_k_new is rotary_seqlens is None)
     is_moved = not (cache_batch_idx is cache_leftpad is None)
@@ -167,6 +166,7 @@ def flash_attn_with_kvcache(
                 tensors, plain=plain, window=window_size, checks_values=not has_new
             )
         if entry is not None and entry.call is not None:
+            names = WORDS_OF[table_name]
             results = launch_step(
                 entry.call, tensors, addresses=addresses, has_lse=return_softmax_lse, words=names
             )

@@ -146,13 +146,14 @@ class Kernels:
         sharing, programs = sharing_of(dbias, q, k, self.blocks)
         args = dict(q=strided(q), k=strided(k), v=strided(v), dout=strided(self.dout))
         args |= dict(dbias=bias_of(dbias), stats=(self.saved.lse, self.delta, None))
-        return self.by_blocks(attn_bwd_dbias_kernel, programs, args | dict(sharing=sharing))
+        return self.by_blocks(attn_bwd_dbias_kernel, programs, args, sharing=sharing)
 
-    def by_blocks(self, kernel: Any, programs: int, args: dict[str, Any]) -> program.Launch:
+    def by_blocks(self, kernel: Any, programs: int, args: Any, **last: Any) -> program.Launch:
         """A portable kernel, over pairs of blocks of 64."""
         constants = dict(FEATURES=self.plan.features, TILE=self.blocks)
         options = dict(num_warps=8, num_stages=1)
-        return checked(program.Launch(kernel, programs, args | self.shared, constants, options))
+        args = args | self.shared | last
+        return checked(program.Launch(kernel, programs, args, constants, options))
 
     def over_rows(self, kernel: Any, args: dict[str, Any], **constants: Any) -> program.Launch:
         """A kernel before or after that of the gradients, over tiles of ROWS queries."""
