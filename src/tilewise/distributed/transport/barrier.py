@@ -146,7 +146,8 @@ class Barrier:
         try:
             self.store.set(keys[self.rank], text)
             while not self.store.check(keys):
-                if self.store.check([self._key(ERROR)]):
+                # Another rank may raise over all texts before this one has looked again
+                if self.store.check([self._key(ERROR)]) and not self.store.check(keys):
                     self._tell()
                 self._pause(time.monotonic() - begun, "text")
             store: Any = self.store
