@@ -6,15 +6,15 @@ Two rewrites restore this; everything else in a kernel means the same in Python.
 """
 
 import ast
-import inspect
 import linecache
-import textwrap
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 _TO_TENSOR, _LOOP_RANGE = "__to_tensor__", "__loop_range__"
 _rewritten: dict[types.CodeType, types.CodeType | None] = {}
+# By path: lines, and the definitions among them that are as they were read
+_parsed: dict[str, tuple[list[str], dict[int, ast.FunctionDef]]] = {}
 
 
 def as_compiled(fn: Callable[..., Any], to_tensor: Any, loop_range: Any) -> Callable[..., Any]:
@@ -36,34 +36,9 @@ def as_compiled(fn: Callable[..., Any], to_tensor: Any, loop_range: Any) -> Call
     return new
 
 
-class _AsCompiled(ast.NodeTransformer):
-    def visit_Assign(self, node: ast.Assign) -> ast.AST:
-        self.generic_visit(node)
-        node.value = ast.Call(ast.Name(_TO_TENSOR, ast.Load()), [node.value], [])
-        return node
-
-    def visit_For(self, node: ast.For) -> ast.AST:
-        self.generic_visit(node)
-        call = node.iter
-        if (
-            isinstance(call, ast.Call)
-            and isinstance(call.func, ast.Name)
-            and call.func.id == "range"
-        ):
-            call.func.id = _LOOP_RANGE
-        return node
-
-
 def _rewrite(fn: Callable[..., Any]) -> types.CodeType | None:
-    path, first = fn.__code__.co_filename, fn.__code__.co_firstlineno
-    # As inspect.getsourcelines, which looks through all modules before
-    linecache.checkcache(path)
-    lines = linecache.getlines(path, fn.__globals__)
-    if len(lines) < first:
-        return None
-    lines = inspect.getblock(lines[first - 1 :])
-    function = ast.parse(textwrap.dedent("".join(lines))).body[0]
-    if not isinstance(function, ast.FunctionDef):
+    function = _definition(fn)
+    if function is None:
         return None
     # Evaluated once already, perhaps from names that are gone.
     function.decorator_list, function.returns = [], None
@@ -71,13 +46,56 @@ def _rewrite(fn: Callable[..., Any]) -> types.CodeType | None:
     for arg in ast.walk(function.args):
         if isinstance(arg, ast.arg):
             arg.annotation = None
+    for statement in _statements(function.body):
+        if isinstance(statement, ast.Assign):
+            statement.value = _call(_TO_TENSOR, statement.value)
+        elif isinstance(statement, ast.For) and isinstance(statement.iter, ast.Call):
+            name = statement.iter.func
+            if isinstance(name, ast.Name) and name.id == "range":
+                name.id = _LOOP_RANGE
     # Captured variables are parameters of a function around it, hence its free variables again.
     names = (*fn.__code__.co_freevars, _TO_TENSOR, _LOOP_RANGE)
     outer = ast.parse(f"def outer({', '.join(names)}): pass")
-    outer.body[0].body = [_AsCompiled().visit(function)]  # type: ignore[attr-defined]
-    ast.increment_lineno(function, first - 1)
-    code = compile(ast.fix_missing_locations(outer), fn.__code__.co_filename, "exec")
+    outer.body[0].body = [function]  # type: ignore[attr-defined]
+    code = compile(outer, fn.__code__.co_filename, "exec")
     return _code_within(_code_within(code, "outer"), function.name)
+
+
+def _definition(fn: Callable[..., Any]) -> ast.FunctionDef | None:
+    """The function's definition in its parsed file, which the caller may change."""
+    path, first = fn.__code__.co_filename, fn.__code__.co_firstlineno
+    linecache.checkcache(path)
+    lines = linecache.getlines(path, fn.__globals__)
+    read, definitions = _parsed.get(path, ([], {}))
+    if read is not lines or first not in definitions:  # or it was changed already
+        definitions = _definitions("".join(lines))
+        _parsed[path] = lines, definitions
+    return definitions.pop(first, None)
+
+
+def _definitions(text: str) -> dict[int, ast.FunctionDef]:
+    """By the first line, that of a decorator if there is one."""
+    # Cells of a notebook are files with `await`
+    options = ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+    module: Any = compile(text, "<kernels>", "exec", options)
+    return {
+        min(x.lineno for x in (node, *node.decorator_list)): node
+        for node in _statements(module.body)
+        if isinstance(node, ast.FunctionDef)
+    }
+
+
+def _statements(body: Iterable[Any]) -> Iterator[Any]:
+    """Statements and those within them."""
+    for node in body:
+        yield node
+        for field in ("body", "handlers", "orelse", "finalbody", "cases"):
+            yield from _statements(getattr(node, field, ()))
+
+
+def _call(name: str, argument: ast.expr) -> ast.Call:
+    function = ast.copy_location(ast.Name(name, ast.Load()), argument)
+    return ast.copy_location(ast.Call(function, [argument], []), argument)
 
 
 def _code_within(code: types.CodeType, name: str) -> types.CodeType:

@@ -246,3 +246,34 @@ def test_no_operator_is_forgotten():
     for name in "add sub mul truediv floordiv mod and_ or_ xor lshift rshift lt ne".split():
         assert isinstance(getattr(operator, name)(one, 1), Value)
         assert isinstance(getattr(operator, name)(1, one), Value)
+
+
+FACTOR = tl.constexpr(2)
+
+
+@gluon.jit
+def scaled(x):
+    return x * FACTOR
+
+
+@gluon.jit
+def scaling_kernel(out):
+    gl.store(out, scaled(3))
+
+
+def test_a_launch_reads_globals_as_they_are(monkeypatch):
+    out = torch.zeros(1, dtype=torch.int32)
+
+    def launched():
+        emulate(scaling_kernel)[(1,)](out)
+        return out.item()
+
+    @gluon.jit
+    def negative(x):
+        return -x
+
+    assert launched() == launched() == 6
+    monkeypatch.setitem(globals(), "FACTOR", tl.constexpr(5))
+    assert launched() == 15
+    monkeypatch.setitem(globals(), "scaled", negative)
+    assert launched() == -3

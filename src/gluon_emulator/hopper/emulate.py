@@ -7,7 +7,6 @@ kernel's source.
 """
 
 import builtins
-import contextlib
 import inspect
 import itertools
 import types
@@ -25,6 +24,9 @@ from .machine import Cta, Machine, Partition
 from .pointers import Pointer
 from .values import Value, map_tuple, to_value
 from .vocabulary import is_builtin, meanings, unknown
+
+_ABSENT = object()
+_MOST = 2000  # functions that are kept between launches
 
 Grid = tuple[int, ...] | Callable[[dict[str, Any]], tuple[int, ...]]
 
@@ -76,7 +78,7 @@ class emulate:
         size = grid(arguments) if callable(grid) else grid
         nx, ny, nz = (*size, 1, 1)[:3]
         constants = {parameter.name for parameter in kernel.params if parameter.is_constexpr}
-        rebinder = Rebinder()
+        rebinder = Rebinder.shared()
         arguments = {
             name: rebinder.value(value) if name in constants else _argument(value, name)
             for name, value in arguments.items()
@@ -111,10 +113,38 @@ class emulate:
 
 
 class Rebinder:
-    """Turns what a kernel can reach into what it means in the emulator."""
+    """Turns what a kernel can reach into what it means in the emulator.
+
+    Launches share one, until a global or a captured variable that it read has another value.
+    """
+
+    _shared: "Rebinder | None" = None
 
     def __init__(self) -> None:
         self._done: dict[int, tuple[Any, Any]] = {}  # id -> (what it was, what it became)
+        # By id of a module's globals: these, and what names in them meant when they were read
+        self._read: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
+        self._captured: list[tuple[types.CellType, Any]] = []
+
+    @classmethod
+    def shared(cls) -> "Rebinder":
+        shared = cls._shared
+        if shared is None or len(shared._done) > _MOST or not shared._is_current():
+            shared = cls._shared = cls()
+        return shared
+
+    def _is_current(self) -> bool:
+        return all(
+            scope.get(name, _ABSENT) is value
+            for scope, read in self._read.values()
+            for name, value in read.items()
+        ) and all(_content(cell) is value for cell, value in self._captured)
+
+    def read(self, scope: dict[str, Any], name: str) -> Any:
+        """The value of a global, _ABSENT if there is none."""
+        value = scope.get(name, _ABSENT)
+        self._read.setdefault(id(scope), (scope, {}))[1][name] = value
+        return value
 
     def value(self, value: Any) -> Any:
         """The meaning of one global, captured variable or attribute of a module."""
@@ -140,7 +170,7 @@ class Rebinder:
         captured: dict[str, types.CellType] = dict(zip(code.co_freevars, fn.__closure__ or ()))
         if fn.__name__ in fn.__globals__ and fn.__name__ not in captured:
             # If it calls itself, the rewritten source finds it among the captured variables.
-            captured[fn.__name__] = types.CellType(fn.__globals__[fn.__name__])
+            captured[fn.__name__] = types.CellType(self.read(fn.__globals__, fn.__name__))
             code = code.replace(co_freevars=tuple(captured))
         cells = tuple(types.CellType() for _ in captured)
         scope: dict[str, Any] = {"__builtins__": builtins, "__name__": fn.__module__}
@@ -151,11 +181,14 @@ class Rebinder:
         self._done[id(jitted)] = jitted, rebuilt  # before what it calls, which may call it
         rebuilt.__defaults__ = None if fn.__defaults__ is None else self.value(fn.__defaults__)
         for cell, original in zip(cells, captured.values()):
-            with contextlib.suppress(ValueError):  # not assigned yet: a NameError if it is used
-                cell.cell_contents = self.value(original.cell_contents)
+            content = _content(original)
+            self._captured.append((original, content))
+            if content is not _ABSENT:  # not assigned yet: a NameError if it is used
+                cell.cell_contents = self.value(content)
         for name in _names(fn.__code__):
-            if name in fn.__globals__:
-                scope[name] = self.value(fn.__globals__[name])
+            content = self.read(fn.__globals__, name)
+            if content is not _ABSENT:
+                scope[name] = self.value(content)
         return rebuilt
 
 
@@ -166,9 +199,17 @@ class _Module:
         self._rebinder, self._module = rebinder, module
 
     def __getattr__(self, name: str) -> Any:
+        self._rebinder.read(vars(self._module), name)
         value = self._rebinder.value(getattr(self._module, name))
         setattr(self, name, value)
         return value
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return _ABSENT
 
 
 def _names(code: types.CodeType) -> Iterator[str]:

@@ -11,13 +11,14 @@ assembly, libdevice, bfloat16 atomics, Gluon. Needs numpy.
 """
 
 import contextlib
+import functools
 import inspect
 import operator
 import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -122,16 +123,38 @@ def interpreting(args: Any, check: bool = True) -> Iterator[None]:
         stack.enter_context(knobs.compilation.scope())
         stack.enter_context(np.errstate(all="ignore"))  # masked lanes compute too
         knobs.runtime.interpret = True  # constants stay plain Python values
-        namespace = {"tl": tl, "core": tl.core}
-        patched = triton_interpreter._patch_lang(types.SimpleNamespace(__globals__=namespace))
-        stack.callback(patched.restore)
-        for owner, name, value in (*_language(), *_checks(args, check)):
-            stack.enter_context(_attribute(owner, name, value))
+        stack.enter_context(_attributes((*_language(), *_checks(args, check))))
         yield
 
 
-def _language() -> Iterator[tuple[Any, str, Any]]:
-    """Patches of Triton in addition to those of its own interpreter."""
+@functools.cache
+def _language() -> list[tuple[Any, str, Any]]:
+    """What to replace in Triton: its own interpreter's patches, and those in addition to them."""
+    names = types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
+    patched = triton_interpreter._patch_lang(names)
+    places = {(id(owner), name): owner for owner, name, _ in patched._changes}
+    shipped = [(owner, name, vars(owner)[name]) for (_, name), owner in places.items()]
+    patched.restore()
+    own = [(owner, name, _with_semantic(value)) for owner, name, value in shipped]
+    with _attributes(own):
+        return [*own, *_in_addition()]
+
+
+def _with_semantic(patch: Any) -> Any:
+    """As shipped, a builtin's patch copies its keywords, and the builtin looks for one of them."""
+    builtin = (getattr(patch, "__kwdefaults__", None) or {}).get("member")
+    if builtin is None:
+        return patch
+    function = getattr(builtin, "__wrapped__", builtin)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        kwargs["_semantic"] = _semantic
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _in_addition() -> Iterator[tuple[Any, str, Any]]:
     # Those are in place for the whole launch: a call of a helper need not put them in again.
     inert = types.SimpleNamespace(restore=lambda: None)
     yield triton_interpreter, "_patch_lang", lambda fn: inert
@@ -164,16 +187,20 @@ def _checks(args: Any, check: bool) -> Iterator[tuple[Any, str, Any]]:
 
 
 @contextlib.contextmanager
-def _attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = vars(owner).get(name, _ABSENT)
-    setattr(owner, name, value)
+def _attributes(patches: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Replaces attributes, the last value of each counts, within this block."""
+    before = []
     try:
+        for owner, name, value in patches:
+            before.append((owner, name, vars(owner).get(name, _ABSENT)))
+            setattr(owner, name, value)
         yield
     finally:
-        if before is _ABSENT:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
+        for owner, name, value in reversed(before):
+            if value is _ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
 
 
 def _call_helper(self: Any, *args: Any, **kwargs: Any) -> Any:
