@@ -24,7 +24,7 @@ pytestmark = pytest.mark.compile
 # registers that headdim 128 does not have.
 IS_MEASURED = triton.__version__.startswith("3.6.")
 SPILLS = {64: 52, 128: 16, 192: 40, 256: 80}  # 128: 12 before windows passed blocks
-PACKED_SPILLS = {64: 28, 128: 12, 192: 24, 256: 32}  # 192: 12 before tiles were counted
+PACKED_SPILLS = {64: 28, 128: 12, 192: 12, 256: 32}
 SOFTCAP_SPILLS = 330
 # Of plain shapes by newer ones, on 2026-11-27: 3.8 spills outside of the loop of blocks. 3.9 does
 # in it, as it asks its ptxas, 13.4, for a level of allocating registers that spills more.
