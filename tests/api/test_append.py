@@ -207,7 +207,10 @@ USED = torch.ones(3, dtype=INT32)
 WRONG = {
     "nothing says where": (dict(seqused_k=None), "seqused_k and slots are missing"),
     "heads": (dict(k=K[:, :, :1]), "k has 1 heads of headdim 16 and k_cache has 2 heads"),
-    "dtype": (dict(v_cache=K_CACHE.half()), "v_cache.dtype is torch.float16: it must be float32"),
+    "dtype": (
+        dict(v_cache=K_CACHE.half()),
+        "v_cache.dtype is torch.float16 and k.dtype is",
+    ),
     "v of another length": (
         dict(v=K.expand(3, 2, 2, 16)),
         "v has shape .*except for headdim",

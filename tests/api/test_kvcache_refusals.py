@@ -223,3 +223,96 @@ def test_a_wrong_table_is_named_as_the_caller_does(name, has_new, lengths):
     given |= {} if has_new else dict(k=None, v=None)
     for table, match in TABLES.values():
         assert_refuses(given | {name: table}, f"^{name}[ .]{match}")
+
+
+def sharing(given, written, read):
+    """The call with two of its tensors at the same address; what is read keeps its values."""
+    x, y = given[written], given[read]
+    memory = torch.zeros(max(z.numel() * z.itemsize for z in (x, y)), dtype=torch.uint8)
+    at_once = {
+        name: memory[: z.numel() * z.itemsize].view(z.dtype).view(z.shape).copy_(z)
+        for name, z in ((written, x), (read, y))
+    }
+    return given | at_once
+
+
+LEARNED = dict(alibi_slopes=torch.ones(HEADS), learnable_sink=torch.ones(HEADS))
+ALONE = {
+    "rows": lambda: rows() | LEARNED,
+    "pages": lambda: pages() | LEARNED,
+    "eight bits": lambda: eight_bits() | LEARNED,
+    "moved": lambda: padded() | dict(cache_batch_idx=ints(1, 0)),
+    "rotated": lambda: rotated() | dict(rotary_seqlens=ints(3, 3)),
+    "packed": lambda: (
+        rows()
+        | packed((1, 1))
+        | dict(k=torch.ones(2, HEADS_K, HEADDIM), v=torch.ones(2, HEADS_K, HEADDIM))
+        | dict(cu_seqlens_k_new=ints(0, 1, 2), out=torch.ones(2, HEADS, HEADDIM))
+    ),
+    "nothing new": lambda: padded() | dict(cache_batch_idx=ints(1, 0), k=None, v=None),
+    "nothing new or moved": lambda: rows() | LEARNED | dict(k=None, v=None),
+}
+
+
+@pytest.mark.parametrize("is_interpreted", [False, True], ids=["torch", "interpreter"])
+@pytest.mark.parametrize("kind", ALONE)
+def test_what_is_written_is_no_other_argument(kind, is_interpreted):
+    """Every tensor in the memory of every one that the call writes, also where the call is known:
+    it is refused by the caller's names.
+    """
+    made = ALONE[kind]
+    names = [name for name, x in made().items() if isinstance(x, torch.Tensor)]
+    written = [name for name in WRITTEN if name in names]
+    if made()["k"] is None:
+        written = ["out"]
+    with testing.use_interpreter() if is_interpreted else contextlib.nullcontext():
+        call(made())
+        for name in written:
+            for other in names:
+                if other != name:
+                    pair = {name, other}
+                    says = "|".join(f"{x} is written and .* {y}:" for x in pair for y in pair - {x})
+                    try:
+                        assert_refuses(sharing(made(), name, other), f"^({says})")
+                    except BaseException as error:
+                        raise AssertionError(f"{other} in {name}") from error
+        call(made())
+
+
+WORDED: dict[str, Any] = {
+    "k of another batch": (
+        dict(k=torch.ones(3, 1, HEADS_K, HEADDIM), v=torch.ones(3, 1, HEADS_K, HEADDIM)),
+        r"k has shape \(3, .* with 2 sequences",
+    ),
+    "k of another dtype": (
+        dict(
+            k=torch.ones(BATCH, 1, HEADS_K, HEADDIM).half(),
+            v=torch.ones(BATCH, 1, HEADS_K, HEADDIM).half(),
+        ),
+        "k_cache.dtype is torch.float32 and k.dtype is torch.float16: cast",
+    ),
+    "v of another dtype": (dict(v=torch.ones(BATCH, 1, HEADS_K, HEADDIM).half()), "v.dtype .* k.d"),
+    "a cache of another batch": (
+        {name: torch.ones(3, ROOM, HEADS_K, HEADDIM) for name in ("k_cache", "v_cache")},
+        r"k_cache has .*3",
+    ),
+    "tables that are too wide": (
+        dict(rotary_cos=torch.ones(8, 9), rotary_sin=torch.ones(8, 9)),
+        r"rotary_cos has shape \(8, 9\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WORDED)
+@pytest.mark.parametrize("has_new", [False, True])
+def test_a_refusal_has_the_names_of_the_caller(name, has_new):
+    arguments, match = WORDED[name]
+    if has_new:
+        assert_refuses(rows() | arguments, f"^{match}")
+    elif not arguments.keys() & {"k", "v", "rotary_cos"}:
+        assert_refuses(rows() | dict(k=None, v=None) | arguments, f"^{match}")
+
+
+def test_starts_of_new_keys_are_named_as_the_caller_does():
+    given = ALONE["packed"]() | dict(cu_seqlens_k_new=ints(0, 2, 1))
+    assert_refuses(given, r"^cu_seqlens_k_new=\[0, 2, 1\]")

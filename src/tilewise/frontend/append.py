@@ -170,8 +170,11 @@ def _check_rows(new: Append) -> None:
     names = "k", "k_cache", "v_cache"
     stored = checks.check_cache_dtypes(new.k, new.k_cache, v=new.v_cache, names=names)
     for name, x in named:
-        dtypes = (stored if name.endswith("cache") else new.k.dtype,)
-        checks.check_kind(name, x, q=new.k, dtypes=FLOATS if name == "k" else dtypes, of="k")
+        if name != "k" and x.dtype != (stored if name.endswith("cache") else new.k.dtype):
+            raise ArgumentError(
+                f"{name}.dtype is {x.dtype} and k.dtype is {new.k.dtype}: cast them to one dtype"
+            )
+        checks.check_kind(name, x, q=new.k, dtypes=FLOATS if name == "k" else (x.dtype,), of="k")
     for name, x, cache in (("k", new.k, new.k_cache), ("v", new.v, new.v_cache)):
         if x.shape[-2:] != cache.shape[-2:]:
             raise ArgumentError(
@@ -225,14 +228,14 @@ def check_rotary(rotary: Any, x: Tensor, of: str) -> None:
     check_tables(rotary, x, of=of)
 
 
-def check_tables(rotary: Rotary, x: Tensor, of: str) -> None:
-    """cos and sin of angles for the heads of x."""
-    for name, table in (("cos", rotary.cos), ("sin", rotary.sin)):
-        checks.check_tensor(f"rotary.{name}", table)
-        checks.check_kind(f"rotary.{name}", table, q=x, dtypes=FLOATS, of=of)
+def check_tables(rotary: Rotary, x: Tensor, of: str, prefix: str = "rotary.") -> None:
+    """cos and sin of angles for the heads of x; their names begin with `prefix`."""
+    for name, table in ((f"{prefix}cos", rotary.cos), (f"{prefix}sin", rotary.sin)):
+        checks.check_tensor(name, table)
+        checks.check_kind(name, table, q=x, dtypes=FLOATS, of=of)
         most = x.shape[-1] // 2
         if table.dim() != 2 or table.shape != rotary.cos.shape or table.shape[1] > most:
             raise ArgumentError(
-                f"rotary.{name} has shape {tuple(table.shape)}: both tables must be (positions, "
+                f"{name} has shape {tuple(table.shape)}: both tables must be (positions, "
                 f"rotary_dim / 2), rotary_dim at most headdim, {x.shape[-1]}"
             )

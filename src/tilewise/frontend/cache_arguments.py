@@ -7,12 +7,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._C._functorch import peek_interpreter_stack
 
 from ..errors import ArgumentError
+from ..kernels.common import shared_memory
 from ..mods.compilers import share_batch
+from ..ops.calls import needs_dispatcher
 from .checks import check_dims, check_kind, check_tensor
 from .scalars import as_int
-from .values import knows_values
+from .values import check_starts, knows_values
 
 Tensor = torch.Tensor
 NEEDED = {  # what an argument has no effect without
@@ -53,6 +56,14 @@ def check_kinds(arguments: dict[str, Any]) -> None:
             "cache_batch_idx and cache_leftpad with a page table, which says where each sequence "
             "lies: leave them out"
         )
+
+
+def check_memory(arguments: dict[str, Any], has_new: bool) -> None:
+    """Refuses arguments in memory that a call writes, where tensors have memory."""
+    tensors = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
+    is_traced = needs_dispatcher(tensors.values()) or peek_interpreter_stack() is not None
+    if not (is_traced or tensors["k_cache"].is_meta):
+        shared_memory.check_memory(tensors, has_new)
 
 
 def lengths_before(arguments: dict[str, Any], batch: int, table_name: str) -> Tensor:
@@ -97,6 +108,13 @@ def lengths_after(
     if getattr(k, "ndim", 0) != dims:
         form = "(batch, seqlen_new, nheads_k, headdim), or packed with cu_seqlens_k_new"
         check_dims("k", k, dims=dims, remedy=f"it must be {form}")
+    if cu_seqlens_k_new is not None:
+        check_starts("cu_seqlens_k_new", cu_seqlens_k_new, k.shape[0], "keys")
+    elif k.shape[0] != before.shape[0]:
+        raise ArgumentError(
+            f"k has shape {tuple(k.shape)}: with {before.shape[0]} sequences its first dimension "
+            f"must be {before.shape[0]}"
+        )
     new = k.shape[1] if cu_seqlens_k_new is None else cu_seqlens_k_new.diff()
     used = before + new if knows_values(before) else None
     if isinstance(new, int):

@@ -60,7 +60,7 @@ def check_cached(
             f"causal={numbers.causal!r} with a cache: the queries are the last ones of their "
             "sequence, so it must be False, True or 'bottom_right'"
         )
-    batch = check_table(q, k, page_table=table, extras=extras)
+    batch = check_table(q, k, page_table=table, extras=extras, words=words)
     modifiers = paths.modifiers_of(mask_mod, None, None, (batch, q.shape[-2], 0, 0))
     extras = extras._replace(captured=modifiers.captured)
     checks.check_extras(q, k, extras=extras, words=words, has_cache=True)
@@ -75,15 +75,17 @@ def check_cached(
     return cached
 
 
-def check_table(q: Tensor, k: Tensor, page_table: Tensor | None, extras: Extras) -> int:
+def check_table(
+    q: Tensor, k: Tensor, page_table: Tensor | None, extras: Extras, words: Words = OURS
+) -> int:
     """Shapes of page table and lengths; returns the number of sequences."""
     starts, seqused_k = extras.cu_seqlens_q, extras.seqused_k
     for name, x in (("page_table", page_table), ("cu_seqlens_q", starts), ("seqused_k", seqused_k)):
         if x is not None:
             checks.check_form(name, x, q=q)
     batch, source = batch_of(q, starts), "q" if starts is None else "cu_seqlens_q"
-    rows = ("k", k) if page_table is None else ("page_table", page_table)
-    for name, x in (rows, ("seqused_k", seqused_k)):
+    rows = (words.k, k) if page_table is None else (words.page_table, page_table)
+    for name, x in (rows, (words.seqused_k, seqused_k)):
         if x is not None and x.shape[0] != batch:
             raise ArgumentError(
                 f"{name} has shape {tuple(x.shape)} and {source} says that there are {batch} "
@@ -112,7 +114,7 @@ def launch_step(
             ordered = [x if x is None or x.dim() < 3 else x.transpose(1, 2) for x in ordered]
         cached = step.of_tensors(ordered[:OUT])
         check_cached_values(cached, words)
-        fresh, lse = step(cached, ordered[OUT])
+        fresh, lse = step(cached, ordered[OUT], words)
         return (fresh if layout == "bshd" else fresh.transpose(1, 2)) if out is None else out, lse
     if addresses is None:
         addresses = [x.data_ptr() for x in tensors if x is not None]

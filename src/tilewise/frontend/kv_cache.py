@@ -21,7 +21,7 @@ from ..ops.kv_cache import check_result, check_run
 from ..problem import Extras
 from ..tile.paging import batch_of
 from . import invariance, paths, values
-from .cache_arguments import check_kinds, lengths_after, lengths_before
+from .cache_arguments import check_kinds, check_memory, lengths_after, lengths_before
 from .cached import attend_cached, check_cached, check_outputs, launch_step
 from .checks import check_form, with_contiguous_rows
 from .chunks import check_chunk, within_chunk
@@ -176,9 +176,9 @@ def flash_attn_with_kvcache(
     arguments |= dict(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     arguments |= dict(rotary_cos=rotary_cos, rotary_sin=rotary_sin, rotary_seqlens=rotary_seqlens)
     arguments |= dict(cache_seqlens=cache_seqlens, cache_leftpad=cache_leftpad)
-    arguments |= dict(cache_batch_idx=cache_batch_idx, cu_seqlens_q=cu_seqlens_q)
-    arguments |= dict(cu_seqlens_k_new=cu_seqlens_k_new)
-    arguments |= dict(block_table=block_table, page_table=page_table)
+    arguments |= dict(cache_batch_idx=cache_batch_idx, cu_seqlens_q=cu_seqlens_q, out=out)
+    arguments |= dict(cu_seqlens_k_new=cu_seqlens_k_new, alibi_slopes=alibi_slopes)
+    arguments |= dict(block_table=block_table, page_table=page_table, learnable_sink=learnable_sink)
     check_kinds(arguments)
     inputs = q, k, v
     q, k, v = with_contiguous_rows((("q", q), ("k", k), ("v", v)))
@@ -212,6 +212,7 @@ def flash_attn_with_kvcache(
     values.check_reach(k_cache, place, counted, words=names, least=fewest, read=last_key)
     if cache_leftpad is not None and used is not None:
         values.check_leftpad(cache_leftpad, used)
+    check_memory(arguments, has_new=k is not None)
     cached = Cached(
         q,
         k_cache,

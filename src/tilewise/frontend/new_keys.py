@@ -80,7 +80,7 @@ def append_apart(cached: Cached, call: AppendedCall, used: Tensor | None) -> Cac
 
 def check_rotation(q: Tensor, cos: Tensor, sin: Any) -> None:
     """Checks the tables of q and k."""
-    check_tables(Rotary(cos, sin), q, of="q")
+    check_tables(Rotary(cos, sin), q, of="q", prefix="rotary_")
     refuse_gradients("cached", (("rotary_cos", cos), ("rotary_sin", sin)))
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ..kernels.common.appended import Append
 
 Tensor = torch.Tensor
+OF_APPEND = Words(k="k_cache")
 
 # Kernels subtract the maximum from scaled scores in one multiply-add, which leaves the rounding of
 # the scaled maximum as an exponent: half of its last bit, 8 at 2^28, where P may leave fp16, and
@@ -158,7 +159,8 @@ def check_places(new: Append) -> None:
         starts: Any = new.cu_seqlens_q
         fewest = [new.k.shape[1]] * len(used) if starts is None else starts.diff().tolist()
         written = torch.tensor(fewest, device=used.device).unsqueeze(1)
-        check_reach(new.k_cache, new.page_table, seqused_k=used, least=fewest, read=written)
+        counts: Any = dict(seqused_k=used, words=OF_APPEND, least=fewest, read=written)
+        check_reach(new.k_cache, new.page_table, **counts)
     longest = max(used.tolist(), default=0)
     if new.rotary is not None and longest > new.rotary.cos.shape[0]:
         raise ArgumentError(

@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from ..emulation import interpreter_is_on
 from ..kernels.common.alignment import check_elements
 from ..kernels.common.appended import TENSORS, Append, AppendedCall
-from ..kernels.common.shared_memory import check_apart, check_written, span_of
+from ..kernels.common.shared_memory import check_memory
 from ..tile.quantize import by_row
 from ..tile.rotary import Rotary
 from .attention import needs_dispatcher
@@ -63,17 +63,17 @@ def _run_append(new: Append, entry: Entry | None = None) -> None:
 
 def prepare(call: AppendedCall, is_kept: bool) -> tuple[Any, Any]:
     """The append of a call, and what attention reads with it, a `Prologue`, in one launch, of what
-    `may_prepare` passed; and the `AppendStep` of a call that is to be launched again.
+    `may_prepare` passed and whose memory was checked; and the `AppendStep` of a call that is to be
+    launched again.
     """
     refuse_shards()
-    _check_memory(call.append)
     check_elements(zip(call._fields[:TENSORS], call[:TENSORS]))
     return importlib.import_module(PORTABLE).prepare(call, is_kept)
 
 
 def may_prepare(call: AppendedCall) -> bool:
     """Whether one launch may compute what torch's operators and an append would, where kernels run.
-    They broadcast, and read all before they write.
+    They broadcast.
     """
     q, before, starts, tensors = call.q, call.before, call.cu_seqlens_q, call[:TENSORS]
     if q.is_meta or needs_dispatcher(tensors):
@@ -89,34 +89,16 @@ def may_prepare(call: AppendedCall) -> bool:
     if kinds != {(torch.int32, q.device)} or any(x.shape != before.shape for x in counts):
         return False
     batch = q.shape[0] if starts is None else starts.numel() - 1
-    if q.dim() != (4 if starts is None else 3) or batch != before.shape[0]:
-        return False
-    sources = q, before, starts, call.cos, call.sin, call.rotary_seqlens, call.rows, call.leftpad
-    spans = [span_of(x) for x in sources if x is not None]
-    written = [span_of(x) for x in call.append.written]
-    return all(stop <= first or end <= start for first, end in written for start, stop in spans)
+    return q.dim() == (4 if starts is None else 3) and batch == before.shape[0]
 
 
 def _check_memory(new: Append) -> None:
     """Refuses a call that would write memory which it writes or reads elsewhere."""
-    scales = [name for name in ("k_descale", "v_descale") if by_row(getattr(new, name))]
-    written = "k_cache", "v_cache", *scales
     named: dict[str, Any] = dict(zip(Append._fields, new))
     del named["rotary"]
     if new.rotary is not None:
         named |= {"rotary.cos": new.rotary.cos, "rotary.sin": new.rotary.sin}
-    names = *written, *(name for name in named if name not in written)
-    for name in written:
-        check_written(name, named[name])
-    caches = new.k_cache, new.v_cache
-    has_places = new.page_table is not None or new.slots is not None
-    # One pool of pages may hold both: then page n of K may not be page n of V
-    is_pool = has_places and new.k_cache.stride() == new.v_cache.stride()
-    if is_pool:
-        check_apart(names[:2], [x[:1] for x in caches], written=1)
-    for i, name in enumerate(written):
-        compared = [other for other in names[i + 1 :] if not (is_pool and other == "v_cache")]
-        check_apart((name, *compared), [named[other] for other in (name, *compared)], written=1)
+    check_memory(named)
     check_elements(named.items())
 
 

@@ -13,6 +13,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor, peek_interpreter_st
 from torch.autograd import forward_ad
 
 from .. import dispatch
+from ..errors import OURS, Words
 from ..features import OPERATORS, schema_of
 from ..kernels.common.alignment import ALIGNMENT, check_elements
 from ..kernels.common.cached import OUT, READ_NAMES, Cached, lse_shape
@@ -138,10 +139,11 @@ def _backend_of(cached: Cached, out: Tensor | None) -> ModuleType:
     return dispatch.choose_cached(cached)
 
 
-def check_result(out: Tensor, cached: Cached) -> None:
+def check_result(out: Tensor, cached: Cached, words: Words = OURS) -> None:
     """Refuses an `out` that shares memory, with itself or with what is read."""
     captured = cached.extras.captured
-    names = ("out", *READ_NAMES, *["mask_mod's tensor"] * len(captured))
+    inputs = [getattr(words, name, name) for name in READ_NAMES]
+    names = ("out", *inputs, *["mask_mod's tensor"] * len(captured))
     check_written("out", out)
     check_apart(names, (out, *cached.tensors, *captured), written=1)
 
@@ -154,11 +156,11 @@ class Repeated:
         self.of_tensors = self.plain.of_tensors
         self.backend = backend
 
-    def __call__(self, cached: Cached, out: Tensor | None) -> tuple[Tensor, Tensor]:
+    def __call__(self, cached: Cached, out: Tensor | None, words: Words) -> tuple[Tensor, Tensor]:
         """`out` and `lse` of a call that `of_tensors` has made."""
         fresh, lse = empty_outputs(cached, out)
         if out is not None:
-            check_result(out, cached)
+            check_result(out, cached, words)
         self.backend.forward(cached, fresh, lse)
         return fresh, lse
 

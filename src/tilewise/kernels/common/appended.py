@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 
 from ...errors import short
-from ...tile.quantize import by_row
 from ...tile.rotary import Rotary
 from .cached import resolved
 
@@ -41,11 +40,6 @@ class Append(NamedTuple):
         """All tensors, in the order of a relaunch."""
         cos, sin = (None, None) if self.rotary is None else self.rotary[:2]
         return self.k, self.k_cache, self.v, self.v_cache, *self[4:8], cos, sin, *self[9:]
-
-    @property
-    def written(self) -> list[Tensor]:
-        """The caches, and scales that each row has."""
-        return [self.k_cache, self.v_cache, *(x for x in self[-2:] if by_row(x))]
 
     def of_tensors(self, tensors: Sequence[Tensor | None]) -> Append:
         """A copy with these `tensors`."""

@@ -12,14 +12,16 @@ from typing import Any
 import torch
 
 from ...errors import ArgumentError
+from ...tile.quantize import by_row
 
 Tensor = torch.Tensor
+PLACES = "slots", "page_table", "block_table", "cache_batch_idx"  # of rows of a cache
 MOST_SUMS = 20_000  # that are tried; strides that ask for more are of no tensor that programs make
 
 Term = tuple[int, int, int]  # a stride, and how often it is taken at least and at most
 
 
-def check_written(name: str, x: Tensor) -> None:
+def check_written(name: str, x: Any) -> None:
     """Refuses a tensor that cannot be written in place: a lazily negated view, and one whose
     elements share memory.
     """
@@ -35,20 +37,42 @@ def check_written(name: str, x: Tensor) -> None:
         )
 
 
-def check_apart(names: Sequence[str], tensors: Sequence[Tensor | None], written: int) -> None:
+def check_apart(
+    names: Sequence[str], tensors: Sequence[Any], written: int, is_pool: bool = False
+) -> None:
     """Refuses tensors of which the first, so many, are written where one of these shares memory
-    with another.
+    with another. With `is_pool` one pool has the pages of the first two, which share none of the
+    same number.
     """
     spans = [(0, 0) if x is None or not x.numel() else span_of(x) for x in tensors]
     for i in range(written):
         first, stop = spans[i]
         for j in range(i + 1, len(spans)):
             other, end = spans[j]
-            if first < end and other < stop and share_memory(tensors[i], tensors[j]):
-                raise ArgumentError(
-                    f"{names[i]} is written and shares memory with {names[j]}: give it memory of "
-                    f"its own, or clone() {names[j]}"
-                )
+            if first < end and other < stop:
+                pages = slice(0, 1 if is_pool and j == 1 else None)
+                if share_memory(tensors[i][pages], tensors[j][pages]):
+                    raise ArgumentError(
+                        f"{names[i]} is written and shares memory with {names[j]}: give it memory "
+                        f"of its own, or clone() {names[j]}"
+                    )
+
+
+def check_memory(tensors: dict[str, Any], has_new: bool = True) -> None:
+    """Refuses a call that would write memory which it writes or reads elsewhere: `out`, and with
+    new keys the caches and their scales by row. Tensors have the names of the caller.
+    """
+    scales = [name for name in ("k_descale", "v_descale") if by_row(tensors.get(name))]
+    written = ["k_cache", "v_cache", *scales] if has_new else []
+    written += ["out"] if tensors.get("out") is not None else []
+    for name in written:
+        check_written(name, tensors[name])
+    names = *written, *(name for name in tensors if name not in written)
+    ordered: list[Any] = [tensors[name] for name in names]
+    # One pool of pages may hold both: then page n of K may not be page n of V
+    has_places = any(tensors.get(name) is not None for name in PLACES)
+    is_pool = has_new and has_places and ordered[0].stride() == ordered[1].stride()
+    check_apart(names, ordered, written=len(written), is_pool=is_pool)
 
 
 def span_of(x: Tensor) -> tuple[int, int]:
