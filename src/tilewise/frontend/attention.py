@@ -192,8 +192,8 @@ def attention(
 
     Returns:
         `out`, shaped as q with v's headdim. With `return_lse` also the log-sum-exp, natural log,
-        fp32, (batch, nheads, seqlen_q), packed (nheads, total_q), differentiable, sink included. A
-        row without keys has out 0 and lse -inf, or its sink's logit.
+        fp32 (fp64 of fp64), (batch, nheads, seqlen_q), packed (nheads, total_q), differentiable,
+        sink included. A row without keys has out 0 and lse -inf, or its sink's logit.
 
     Raises:
         ArgumentError: an argument is wrong.
@@ -260,9 +260,8 @@ def attention(
         cached = Cached(q, k, v, page_table, extras=extras, backend=backend, entry=entry)
         cached = cached._replace(k_descale=k_descale, v_descale=v_descale)
         cached = cached._replace(longest=longest_of(max_seqlen_q))
-        cached = check_cached(
-            cached, numbers, split_size=split_size, mask_mod=mask_mod, layout=layout
-        )
+        options = dict(split_size=split_size, mask_mod=mask_mod, layout=layout, is_cache=is_cache)
+        cached = check_cached(cached, numbers, **options)
         if is_cache or not ops.needs_grad((cached.q, cached.k, cached.v, sinks)):
             outputs = attend_cached(cached, out, layout=layout)
         else:

@@ -12,6 +12,7 @@ from ..kernels.common.cached import OUT, READ_NAMES, Cached
 from ..mods.compilers import share_batch
 from ..ops import context_parallel as shards
 from ..ops import kv_cache as cache_ops
+from ..ops.autocast import autocast
 from ..problem import Extras
 from ..tile.paging import batch_of
 from ..tile.quantize import is_one_byte
@@ -45,12 +46,17 @@ def check_cached(
     mask_mod: Any = None,
     layout: str = "bshd",
     words: Words = OURS,
+    is_cache: bool = True,
 ) -> Cached:
-    """The checked call of a `Cached` that has the caller's tensors alone."""
+    """The checked call of a `Cached` that has the caller's tensors alone. Autocast casts keys that
+    are no cache.
+    """
     table, extras = cached.page_table, cached.extras
     starts = extras.cu_seqlens_q
     is_packed = starts is not None
     q, k, v = checks.in_order(cached.q, cached.k, cached.v, layout, is_packed, has_cache=True)
+    if not is_cache:
+        q, k, v = autocast(q, k, v)
     if starts is None:
         share_batch(q, k if table is None else table, extras.seqused_k)
     rank4 = q if starts is None else q.unsqueeze(0)

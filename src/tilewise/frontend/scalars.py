@@ -79,7 +79,9 @@ def check_softcap(softcap: float) -> float:
     """A positive number, or 0 for none."""
     number = check_number("softcap", softcap, remedy="let a score_mod capture it")
     if not (number >= 0 and number < math.inf):
-        raise ArgumentError(f"softcap={softcap}: it must be positive, or 0 or None for none")
+        raise ArgumentError(
+            f"softcap={softcap}: it must be positive and finite, or 0 or None for none"
+        )
     return number
 
 
