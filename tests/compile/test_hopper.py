@@ -149,6 +149,17 @@ def test_padded_headdims(headdims):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("headdim, steps", [(33, 4), (72, 6), (96, 6), (100, 8), (140, 12)])
+def test_products_of_queries_and_keys_end_with_the_columns(headdim, steps):
+    """A step of the tensor cores takes 16 columns, and O += P V eight of 128 keys, or of 64."""
+    q = torch.empty(2, 4096, 4, headdim, dtype=torch.bfloat16)
+    plan, kernel = compile_call(q, q, q, Extras(), Scalars(headdim**-0.5, 0.0, -1, -1))
+    of_values = plan.tile.BLOCK_N // 16
+    for loop in innermost_loops(kernel, "HGMMA")[: plan.tile.WARPGROUPS]:
+        assert sum("HGMMA" in line for line in loop) == steps + of_values
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("headdim", [100, 36, 180, 250])
 def test_heads_at_no_multiple_of_16_bytes(headdim, causal):

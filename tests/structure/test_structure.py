@@ -37,7 +37,7 @@ COUNTS = {
     "": (28, 12, 114),
     "distributed": (5, 5, 9),
     "kernels": (5, 2, 3),
-    "kernels/hopper": (25, 8, 70),
+    "kernels/hopper": (25, 8, 71),
 }
 
 

@@ -132,6 +132,20 @@ def column_groups(columns):
 
 
 @gluon.constexpr_function
+def used_columns(headdim, padded):
+    """How many of `padded` columns a product takes, 96 of 128 for headdim 80: a slice begins at
+    128 bytes, as a swizzle does, if every one before it has a multiple of 64.
+    """
+    return min(-(-headdim // 32) * 32, padded)
+
+
+@gluon.constexpr_function
+def first_slice(columns):
+    """The widest slice that so many columns begin with: a tile has a power of two of them."""
+    return 1 << (columns.bit_length() - 1)
+
+
+@gluon.constexpr_function
 def by_register(size):
     """(size,): four neighbours a thread, then the threads of a warpgroup, then their next four."""
     slower = [[512 << i] for i in range((size // 512).bit_length() - 1)]

@@ -1,9 +1,10 @@
-"""Scores in the registers of a warpgroup: as wgmma's left operand, and the sums of their rows."""
+"""Operands of wgmma: scores in registers, the sums of their rows, tiles without their padding."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
-from .layouts import left_operand, row_of
+from .layouts import first_slice, left_operand, row_of
 
 
 @gluon.jit
@@ -48,3 +49,20 @@ def add_sums(l_i, alpha, p):
 def whole_sums(l_i, layout: gl.constexpr):
     """The sums of whole rows."""
     return gl.convert_layout(gl.sum(l_i, 1), layout)
+
+
+@gluon.jit
+def multiply_rows(
+    left, right, first, HAS_FIRST: gl.constexpr, COLUMNS: gl.constexpr, START: gl.constexpr = 0
+):
+    """Starts `first` + left right^T, of two tiles of rows in shared memory, over their COLUMNS."""
+    WIDTH: gl.constexpr = first_slice(COLUMNS)
+    if WIDTH < left.shape[1]:
+        columns = left.slice(START, WIDTH, 1), right.slice(START, WIDTH, 1).permute((1, 0))
+    else:
+        columns = left, right.permute((1, 0))
+    sum = warpgroup_mma(columns[0], columns[1], first, use_acc=HAS_FIRST, is_async=True)
+    if COLUMNS > WIDTH:
+        return multiply_rows(left, right, sum, True, COLUMNS - WIDTH, START + WIDTH)
+    else:
+        return sum

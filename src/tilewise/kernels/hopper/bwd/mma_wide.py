@@ -20,7 +20,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ....tile.seqlen import modifiers_of
-from ..layouts import accumulator, by_register, left_operand
+from ..layouts import accumulator, by_register, left_operand, used_columns
+from ..operands import multiply_rows
 from ..pipeline import release, state_of, wait_full
 from ..work import END
 from .block_metadata import block_at, block_behind
@@ -30,12 +31,6 @@ from .mma import add_dq, in_accumulator_order, in_register_order, load_row, only
 from .ordered_add import arrive_added, arrive_tile, wait_to_add
 from .query_blocks import block_after, count_blocks, first_block
 from .work_tile import receive_tile
-
-
-@gluon.constexpr_function
-def is_trimmed(headdim, padded):
-    """Whether the last quarter of a wide tile's columns is all padding, as of 192."""
-    return padded == 256 and headdim <= 192
 
 
 @gluon.jit
@@ -50,7 +45,7 @@ def value_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.const
     score_buffers = rings.score_buffers
     no_scores = gl.zeros([64, M], gl.float32, accumulator(M))
     no_dq = gl.zeros([M, D // 4], gl.float32, accumulator(D // 4))
-    TRIM: gl.constexpr = is_trimmed(FEATURES.HEADDIM, D)
+    COLUMNS: gl.constexpr = used_columns(FEATURES.HEADDIM, D)
     HAS_DERIVATIVE: gl.constexpr = FEATURES.SOFTCAP or FEATURES.SCORE_MOD is not None
     modifiers = modifiers_of(call.optionals)
 
@@ -65,7 +60,7 @@ def value_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.const
         mbarrier.wait(rings.keys.full.index(0), tiles & 1)
         wait_full(queries, state_of(step), pred=is_seen)
         k_smem = only_stage(rings.keys.k, step)
-        pending_s = multiply_queries(k_smem, queries, step, no_scores, TRIM, TILE)
+        pending_s = multiply_queries(k_smem, queries, step, no_scores, COLUMNS, TILE)
         s = warpgroup_mma_wait(0, deps=[pending_s])
         for i in range(blocks):
             visited = block_at(block, queries.metadata, step=step, TILE=TILE)
@@ -98,7 +93,7 @@ def value_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.const
                 arrive_added(rings.add_barriers, step - 1, TILE=TILE)
             wait_full(queries, state_of(step + 1), pred=i + 1 < blocks)
             k_smem = only_stage(rings.keys.k, step)
-            pending_s = multiply_queries(k_smem, queries, step + 1, no_scores, TRIM, TILE)
+            pending_s = multiply_queries(k_smem, queries, step + 1, no_scores, COLUMNS, TILE)
             block = block_after(block, work, FEATURES=FEATURES, TILE=TILE)
             step += 1
             s = warpgroup_mma_wait(0, deps=[pending_s])
@@ -132,9 +127,9 @@ def key_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.constex
     score_buffers = rings.score_buffers
     no_scores = gl.zeros([64, M], gl.float32, S_LAYOUT)
     no_dq = gl.zeros([M, D // 4], gl.float32, accumulator(D // 4))
-    TRIM: gl.constexpr = is_trimmed(FEATURES.HEADDIM_V, TILE.BLOCK_DV)
+    COLUMNS: gl.constexpr = used_columns(FEATURES.HEADDIM_V, TILE.BLOCK_DV)
     # of the previous block's dQ, which overlaps with the computation of dS
-    LAST_PART: gl.constexpr = 2 if is_trimmed(FEATURES.HEADDIM, D) else 3
+    LAST_PART: gl.constexpr = 2 if used_columns(FEATURES.HEADDIM, D) <= D - D // 4 else 3
 
     step = gl.to_tensor(0)
     tiles = gl.to_tensor(0)
@@ -146,7 +141,9 @@ def key_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.constex
         is_seen = blocks > 0 if TILE.RAGGED or FEATURES.MASK_M > 0 else True
         mbarrier.wait(rings.keys.full.index(0), tiles & 1)
         wait_full(queries, state_of(step), pred=is_seen)
-        pending_dp = multiply_values(only_stage(rings.keys.v, step), queries, step, no_scores, TRIM)
+        pending_dp = multiply_values(
+            only_stage(rings.keys.v, step), queries, step, no_scores, COLUMNS
+        )
         dp = warpgroup_mma_wait(0, deps=[pending_dp])
         for i in range(blocks):
             visited = block_at(block, queries.metadata, step=step, TILE=TILE)
@@ -180,7 +177,7 @@ def key_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.constex
                 add_dq(dq, outputs, work, visited, 2, 4, call, FEATURES, TILE)
             wait_full(queries, state_of(step + 1), pred=i + 1 < blocks)
             v_smem = only_stage(rings.keys.v, step)
-            pending_dp = multiply_values(v_smem, queries, step + 1, no_scores, TRIM)
+            pending_dp = multiply_values(v_smem, queries, step + 1, no_scores, COLUMNS)
             block = block_after(block, work, FEATURES=FEATURES, TILE=TILE)
             step += 1
             dp = warpgroup_mma_wait(0, deps=[pending_dp])
@@ -202,36 +199,23 @@ def key_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.constex
 
 
 @gluon.jit
-def multiply_queries(k_smem, queries, step, no_scores, TRIM: gl.constexpr, TILE: gl.constexpr):
+def multiply_queries(k_smem, queries, step, no_scores, COLUMNS: gl.constexpr, TILE: gl.constexpr):
     """Starts K Q^T - lse: (64, BLOCK_M)."""
     first = no_scores
     if TILE.LSE_FIRST:
         minus_lse = load_row(queries.minus_lse, step, like=no_scores)
         first = minus_lse.broadcast_to(no_scores.shape)
-    return multiply_rows(k_smem, queries.q.index(step & 1), first, TILE.LSE_FIRST, TRIM)
+    return multiply_rows(k_smem, queries.q.index(step & 1), first, TILE.LSE_FIRST, COLUMNS)
 
 
 @gluon.jit
-def multiply_values(v_smem, queries, step, no_scores, TRIM: gl.constexpr):
+def multiply_values(v_smem, queries, step, no_scores, COLUMNS: gl.constexpr):
     """Starts V dO^T - delta: (64, BLOCK_M)."""
     minus_delta = load_row(queries.minus_delta, step, like=no_scores)
     first = minus_delta.broadcast_to(no_scores.shape)
-    return multiply_rows(v_smem, queries.do.index(step & 1), first=first, HAS_FIRST=True, TRIM=TRIM)
-
-
-@gluon.jit
-def multiply_rows(keys, queries, first, HAS_FIRST: gl.constexpr, TRIM: gl.constexpr):
-    """Starts the product of rows of keys and rows of queries: where the last of 256 columns are
-    padding two products, of 128 and of 64.
-    """
-    if TRIM:
-        right = queries.slice(0, 128, 1).permute((1, 0))
-        sum = warpgroup_mma(keys.slice(0, 128, 1), right, first, use_acc=HAS_FIRST, is_async=True)
-        right = queries.slice(128, 64, 1).permute((1, 0))
-        return warpgroup_mma(keys.slice(128, 64, 1), right, sum, is_async=True)
-    else:
-        right = queries.permute((1, 0))
-        return warpgroup_mma(keys, right, first, use_acc=HAS_FIRST, is_async=True)
+    return multiply_rows(
+        v_smem, queries.do.index(step & 1), first=first, HAS_FIRST=True, COLUMNS=COLUMNS
+    )
 
 
 @gluon.jit

@@ -17,8 +17,16 @@ from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma,
 from ....tile.seqlen import modifiers_of
 from ....tile.softmax import exponentials
 from ..bias import copied_bias, release_bias
-from ..layouts import accumulator, column_groups, row_of
-from ..operands import add_sums, as_operand, operand, row_factor, row_sums, whole_sums
+from ..layouts import accumulator, column_groups, row_of, used_columns
+from ..operands import (
+    add_sums,
+    as_operand,
+    multiply_rows,
+    operand,
+    row_factor,
+    row_sums,
+    whole_sums,
+)
 from ..pipeline import advance, parity_of, release_by_threads, start, wait_full
 from ..rescale import THRESHOLD, exponentials_in, in_exponent, lagging_max, rescale, rescale_factors
 from ..row_max import integers_suffice
@@ -98,7 +106,7 @@ def attend_partition(
     wait_full(q_ring, q_state, pred=has_tile)
     wait_full(kv_ring, state, pred=has_tile)
     q_tile = query_tile(q_ring, q_state, TILE=TILE)
-    pending_s = multiply_keys(q_tile, kv_ring, state=state, no_scores=no_scores, TILE=TILE)
+    pending_s = multiply_keys(q_tile, kv_ring, state, no_scores, FEATURES, TILE)
     tile = open_rows(work, rows, call=call, FEATURES=FEATURES, TILE=TILE)
     n_block = key_block(work, 0, call=call, FEATURES=FEATURES, TILE=TILE)
     bias = prefetch_bias(tile, n_block, call=call, FEATURES=FEATURES, TILE=TILE)
@@ -144,7 +152,7 @@ def attend_partition(
                 wait_full(kv_ring, k_state)
         q_tile = query_tile(q_ring, q_state, TILE=TILE)
         # After the last tile S is computed from what lies there, and not used
-        pending_s = multiply_keys(q_tile, kv_ring, state=k_state, no_scores=no_scores, TILE=TILE)
+        pending_s = multiply_keys(q_tile, kv_ring, k_state, no_scores, FEATURES, TILE)
         pending_o = multiply_values(step.p, kv_ring, state=state, acc_o=acc_o)
         tile = open_rows(upcoming, rows, call=call, FEATURES=FEATURES, TILE=TILE)
         n_block = key_block(upcoming, 0, call=call, FEATURES=FEATURES, TILE=TILE)
@@ -214,7 +222,7 @@ def attend_block(
     if not EARLY:
         wait_full(kv_ring, state)
     no_scores = gl.zeros([64, N], gl.float32, accumulator(N))
-    pending_s = multiply_keys(query.q, kv_ring, state=state, no_scores=no_scores, TILE=TILE)
+    pending_s = multiply_keys(query.q, kv_ring, state, no_scores, FEATURES, TILE)
     pending_o = multiply_values(step.p, kv_ring, state=state, acc_o=acc_o)
     bias = prefetch_bias(tile, n_block, call=call, FEATURES=FEATURES, TILE=TILE)
     by_integers = integers_suffice(step.m_i, THRESHOLD)  # a vote, before the wait for S
@@ -334,11 +342,11 @@ def query_tile(q_ring, q_state, TILE: gl.constexpr):
 
 
 @gluon.jit
-def multiply_keys(q_tile, kv_ring, state, no_scores, TILE: gl.constexpr):
+def multiply_keys(q_tile, kv_ring, state, no_scores, FEATURES: gl.constexpr, TILE: gl.constexpr):
     """Starts S = Q K^T: (64, BLOCK_N)."""
     if column_groups(TILE.BLOCK_D) == 1:
-        k_tile = kv_ring.k.index(state.stage).permute((1, 0))
-        return warpgroup_mma(q_tile, k_tile, no_scores, use_acc=False, is_async=True)
+        COLUMNS: gl.constexpr = used_columns(FEATURES.HEADDIM, TILE.BLOCK_D)
+        return multiply_rows(q_tile, kv_ring.k.index(state.stage), no_scores, False, COLUMNS)
     else:
         s = no_scores
         for group in gl.static_range(3):
