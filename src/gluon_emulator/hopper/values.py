@@ -36,10 +36,30 @@ TORCH = {
 TRITON = {TORCH[kind]: kind for kind in TORCH if kind != tl.uint32} | {torch.uint32: tl.uint32}
 
 _semantic = TritonSemantic.__new__(TritonSemantic)  # its rules need no builder
+_COMPARISONS = {name: getattr(operator, name) for name in "lt le gt ge eq ne".split()}
+_EXACT = {"add": operator.add, "sub": operator.sub, "mul": operator.mul}
 
 
 def _method(name: str) -> Any:
-    return lambda self, other: binary(name, self, other)
+    """An operator, without a search for types where both operands have one or adapt to it."""
+    operation = _COMPARISONS.get(name) or _EXACT.get(name)
+    if operation is None:
+        return lambda self, other: binary(name, self, other)
+    is_comparison = name in _COMPARISONS
+
+    def method(self: Any, other: Any) -> Any:
+        dtype = self.dtype
+        if type(other) is Value and other.dtype is dtype:
+            number = other.data
+        elif type(other) is int and dtype is tl.int32 and -(2**31) <= other < 2**31:
+            number = other
+        else:
+            return binary(name, self, other)
+        if is_comparison:
+            return Value(operation(self.data, number), tl.int1)
+        return Value(_exact(operation, self.data, number, dtype), dtype)
+
+    return method
 
 
 def _reflected(name: str) -> Any:
@@ -84,7 +104,8 @@ class Value:
         dtype = getattr(dtype, "value", dtype)
         if bitcast:
             return Value(_reinterpret(as_tensor(self), self.dtype, dtype), dtype)
-        return self if dtype == self.dtype else Value(convert(self.data, dtype), dtype)
+        is_same = dtype is self.dtype or dtype == self.dtype
+        return self if is_same else Value(convert(self.data, dtype), dtype)
 
     cast = to
 
@@ -189,6 +210,8 @@ def convert(data: Any, dtype: Any) -> Any:
 def fit(data: Any, dtype: Any) -> Any:
     """A result of arithmetic in its type: floats rounded, integers checked, unsigned wrapped."""
     if isinstance(data, torch.Tensor):
+        if dtype is tl.float32:  # most
+            return data.float()
         if dtype is tl.uint32:
             return data & 0xFFFFFFFF
         return data if data.dtype == TORCH[dtype] else data.to(TORCH[dtype])
@@ -238,8 +261,6 @@ def common_type(a: Any, b: Any, divides: bool = False) -> Any:
     return _common_type(a_type, a_is_number, b_type, b_is_number, divides)
 
 
-_COMPARISONS = {name: getattr(operator, name) for name in "lt le gt ge eq ne".split()}
-_EXACT = {"add": operator.add, "sub": operator.sub, "mul": operator.mul}
 _BITWISE = {
     "and": operator.and_,
     "or": operator.or_,
