@@ -9,16 +9,7 @@ from .layouts import first_slice, left_operand, row_of
 
 @gluon.jit
 def operand(p, O_LAYOUT: gl.constexpr):
-    """P as wgmma's left operand, or pairs of it: the registers stay where they are."""
-    if p.dtype == gl.int32:
-        return p
-    else:
-        return as_operand(p, O_LAYOUT)
-
-
-@gluon.jit
-def as_operand(p, O_LAYOUT: gl.constexpr):
-    """A tile as wgmma's left operand."""
+    """A tile as wgmma's left operand: the registers stay where they are."""
     return gl.convert_layout(p, left_operand(O_LAYOUT))
 
 
@@ -34,15 +25,31 @@ def row_sums(p):
     once a tile, instead of once a block.
     """
     # A thread holds columns 8 i + 2 t and 8 i + 2 t + 1
-    by_thread = p.reshape([64, p.shape[1] // 8, 4, 2])
-    return gl.sum(gl.sum(by_thread, 3), 1)
+    even, odd = gl.split(p.reshape([64, p.shape[1] // 8, 4, 2]))
+    return sum_in_order(even + odd, before=None)
 
 
 @gluon.jit
-def add_sums(l_i, alpha, p):
+def sum_in_order(x, before):
+    """`before`, if anything is, and the n parts of (64, n, 4), from the first on: (64, 4).
+
+    `gl.sum` does so in Triton 3.6. In later versions it adds as a tree, which has another sum, and
+    the exponentials of a block begin later (headdims 64 and 128: 1.5 to 2 %).
+    """
+    if x.shape[1] == 1:
+        part = x.reshape([64, 4])
+        return part if before is None else before + part
+    else:
+        halves = x.reshape([64, 2, x.shape[1] // 2, 4]).permute(0, 2, 3, 1)
+        first, last = gl.split(halves)
+        return sum_in_order(last, before=sum_in_order(first, before=before))
+
+
+@gluon.jit
+def add_sums(l_i, alpha, sums):
     """The sums of a block, to those before it."""
     layout: gl.constexpr = l_i.type.layout
-    return l_i * row_factor(alpha, layout)[:, None] + row_sums(p)
+    return l_i * row_factor(alpha, layout)[:, None] + sums
 
 
 @gluon.jit

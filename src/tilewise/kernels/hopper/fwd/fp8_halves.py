@@ -16,12 +16,12 @@ from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma,
 
 from ....tile.seqlen import modifiers_of
 from ..layouts import accumulator, fp8_accumulator, row_of
-from ..operands import whole_sums
+from ..operands import add_sums, whole_sums
 from ..pipeline import advance, parity_of, release_by_threads, start, wait_full
 from ..row_max import integers_suffice
 from ..work import END, KernelCall
 from .fp8_mma import add_product, joined, load_unit, multiply_keys, scale_of, scores_of, write_tile
-from .fp8_operand import LOWEST, add_sums, exponentials, exponents, no_sums
+from .fp8_operand import LOWEST, exponentials, exponents, no_sums
 from .scores import open_rows
 from .varlen import receive_tile
 

@@ -35,13 +35,13 @@ from ....tile.seqlen import modifiers_of
 from ....tile.types import Lengths, Sequence
 from ...common.quantized import TWO_LEVELS
 from ..layouts import accumulator, column_of, fp8_accumulator, row_of
-from ..operands import row_factor, whole_sums
+from ..operands import add_sums, row_factor, whole_sums
 from ..pipeline import advance, make_barrier, parity_of, release_by_threads, start, wait_full
 from ..rescale import rescale, rescale_factors
 from ..row_max import integers_suffice
 from ..work import END, KernelCall, key_block, key_head
 from .epilogue import OUT_COLUMNS, finish_rows, store_rows
-from .fp8_operand import LOWEST, TOP, add_sums, exponentials, exponents, no_sums
+from .fp8_operand import LOWEST, TOP, exponentials, exponents, no_sums
 from .scores import open_rows, to_scores
 from .varlen import receive_tile
 

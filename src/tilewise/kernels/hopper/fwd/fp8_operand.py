@@ -13,7 +13,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..layouts import fp8_left_operand
-from ..operands import row_factor
 
 TOP = gl.constexpr(8.0)
 # The maximum of a row before its first key, and while all its keys are hidden. Finite, so that
@@ -63,13 +62,6 @@ def no_sums(N: gl.constexpr, DV: gl.constexpr):
     """Sums of nothing, as `exponentials` returns them: (64, 4)."""
     nothing = gl.zeros([64, N], gl.float32, fp8_left_operand(DV))
     return gl.sum(gl.sum(nothing.reshape([64, N // 16, 4, 4]), 3), 1)
-
-
-@gluon.jit
-def add_sums(l_i, alpha, sums):
-    """The sums of a block, to those before it."""
-    layout: gl.constexpr = l_i.type.layout
-    return l_i * row_factor(alpha, layout)[:, None] + sums
 
 
 def _in_e4m3(y):

@@ -18,15 +18,7 @@ from ....tile.seqlen import modifiers_of
 from ....tile.softmax import exponentials
 from ..bias import copied_bias, release_bias
 from ..layouts import accumulator, column_groups, row_of, used_columns
-from ..operands import (
-    add_sums,
-    as_operand,
-    multiply_rows,
-    operand,
-    row_factor,
-    row_sums,
-    whole_sums,
-)
+from ..operands import add_sums, multiply_rows, operand, row_factor, row_sums, whole_sums
 from ..pipeline import advance, parity_of, release_by_threads, start, wait_full
 from ..rescale import THRESHOLD, exponentials_in, in_exponent, lagging_max, rescale, rescale_factors
 from ..row_max import integers_suffice
@@ -60,7 +52,7 @@ class QueryTile(NamedTuple):
 class BlockSoftmax(NamedTuple):
     """The softmax of a block of keys, ready to be multiplied with V."""
 
-    p: gl.tensor  # (64, BLOCK_N), as wgmma's left operand, or pairs of it, see pairs.py
+    p: gl.tensor  # (64, BLOCK_N) in 16 bits, or pairs of it, see pairs.py
     m_i: gl.tensor
     l_i: gl.tensor  # as `row_sums` keeps it
 
@@ -358,11 +350,11 @@ def multiply_keys(q_tile, kv_ring, state, no_scores, FEATURES: gl.constexpr, TIL
 @gluon.jit
 def multiply_values(p, kv_ring, state, acc_o):
     """Starts O += P V: (64, BLOCK_DV)."""
+    O_LAYOUT: gl.constexpr = acc_o.type.layout
     v = kv_ring.v.index(state.stage)
     if p.dtype == gl.int32:
-        O_LAYOUT: gl.constexpr = acc_o.type.layout
-        p = as_operand(from_pairs(p, v.dtype), O_LAYOUT)
-    return warpgroup_mma(p, v, acc_o, is_async=True)
+        p = from_pairs(p, v.dtype)
+    return warpgroup_mma(operand(p, O_LAYOUT), v, acc_o, is_async=True)
 
 
 @gluon.jit
@@ -380,4 +372,4 @@ def softmax_step(
 ):
     """The softmax of a block with exponentials p, after blocks with the sums l_i."""
     dropped = dropout(p, tile, n_block, call, dtype, FEATURES, TILE)
-    return BlockSoftmax(operand(dropped, accumulator(TILE.BLOCK_DV)), m_i, add_sums(l_i, alpha, p))
+    return BlockSoftmax(dropped, m_i, add_sums(l_i, alpha, row_sums(p)))
