@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gluon_emulator.triton import interpreter, operators
+from gluon_emulator.triton import interpreter, known_types, operators
 from tilewise.testing import interpret
 
 pytestmark = pytest.mark.emulator
@@ -57,11 +57,12 @@ def outcome(function, *operands):
 
 @pytest.fixture
 def without_ours(monkeypatch):
-    """Leaves the operators to Triton's own code."""
+    """Leaves what modules of ours do to Triton's own code."""
 
-    def leave():
+    def leave(*modules):
         interpreter._language.cache_clear()
-        monkeypatch.setattr(operators, "patches", lambda: ())
+        for module in modules:
+            monkeypatch.setattr(module, "patches", lambda: ())
 
     yield leave
     interpreter._language.cache_clear()
@@ -76,7 +77,28 @@ def test_results_and_types_are_tritons(name, without_ours):
             return found + [outcome(getattr(operator, name), y, x) for x, y in pairs()]
 
     found = results()
-    without_ours()
+    without_ours(operators)
+    expected = results()
+    different = [(a, b) for a, b in zip(found, expected) if a != b]
+    assert len(found) == len(expected) and not different, different[:3]
+
+
+def test_new_dimensions_and_conversions_are_tritons(without_ours):
+    indices = [(None,), (slice(None), None), (None, slice(None)), None, slice(None)]
+    indices += [(slice(None), None, slice(None)), (slice(None),) * 3, (0, None), (slice(2), None)]
+
+    def results():
+        torch.manual_seed(0)
+        with interpreter.interpreting({}):
+            made = [x for kind in KINDS for x in tensors(kind)]
+            base = interpreter._as_argument(MEMORY)
+            pointers = [base, base + tl.full((8,), 1, tl.int32)]
+            found = [outcome(operator.getitem, x, y) for x in (*made, *pointers) for y in indices]
+            kinds = [getattr(tl, kind) for kind in KINDS]
+            return found + [outcome(lambda x, to: x.to(to), x, to) for x in made for to in kinds]
+
+    found = results()
+    without_ours(known_types, operators)
     expected = results()
     different = [(a, b) for a, b in zip(found, expected) if a != b]
     assert len(found) == len(expected) and not different, different[:3]

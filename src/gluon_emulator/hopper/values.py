@@ -152,6 +152,8 @@ def to_value(value: Any) -> Any:
     kind = type(value)
     if kind is Value:
         return value
+    if kind is int and -(2**31) <= value < 2**31:  # most
+        return Value(value, tl.int32)
     if kind is int or kind is float or kind is bool:
         return Value(fit(value, number_type(value)), number_type(value))
     if isinstance(value, tuple):
@@ -161,7 +163,7 @@ def to_value(value: Any) -> Any:
 
 def map_tuple(function: Any, value: tuple[Any, ...]) -> Any:
     """Apply `function` to the items of a tuple, keeping a NamedTuple what it is."""
-    items = [function(item) for item in value]
+    items = list(map(function, value))
     if all(map(operator.is_, items, value)):
         return value
     return type(value)(*items) if hasattr(value, "_fields") else tuple(items)

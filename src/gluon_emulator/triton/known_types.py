@@ -8,9 +8,18 @@ finding that two operands have one type and shape.
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import triton.language as tl
 import triton.runtime.interpreter as triton_interpreter
 from triton.language.semantic import TritonSemantic
+
+# What loses nothing or rounds to nearest, by names of Triton's types
+_CONVERSIONS = {
+    ("int32", "int64"): np.int64,
+    ("int32", "fp32"): np.float32,
+    ("fp16", "fp32"): np.float32,
+}
+_UNWRAPPED = frozenset({tl.tensor, int, float, bool, str, slice, type(None)})
 
 
 def patches() -> Iterator[tuple[Any, str, Any]]:
@@ -19,6 +28,7 @@ def patches() -> Iterator[tuple[Any, str, Any]]:
     yield tl.block_type, "__init__", _blocks(tl.block_type.__init__)
     yield tl.tensor, "__init__", _tensors(tl.tensor.__init__)
     yield tl.dtype, "__eq__", _equal(tl.dtype.__eq__)
+    yield tl.core, "_unwrap_if_constexpr", _unwrap(tl.core._unwrap_if_constexpr)
     semantic = TritonSemantic
     yield semantic, "broadcast_impl_value", _broadcast(semantic.broadcast_impl_value)
     yield semantic, "cast", _cast(semantic.cast)
@@ -68,6 +78,16 @@ def _tensors(make: Callable[..., None]) -> Callable[..., None]:
     return __init__
 
 
+def _unwrap(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def unwrap(value: Any) -> Any:
+        kind = type(value)
+        if kind is tl.constexpr:
+            return value.value
+        return value if kind in _UNWRAPPED else make(value)
+
+    return unwrap
+
+
 def _equal(compare: Callable[..., bool]) -> Callable[..., bool]:
     def __eq__(self: Any, other: Any) -> bool:
         return self.name == other.name if type(other) is tl.dtype else compare(self, other)
@@ -86,8 +106,15 @@ def _broadcast(make: Callable[..., Any]) -> Callable[..., Any]:
 
 def _cast(make: Callable[..., Any]) -> Callable[..., Any]:
     def cast(self: Any, input: Any, dst_ty: Any, *rounding: Any, **named: Any) -> Any:
-        is_there = input.type.scalar is dst_ty
-        return input if is_there else make(self, input, dst_ty, *rounding, **named)
+        kind = input.type
+        if kind.scalar is dst_ty:
+            return input
+        numpy = _CONVERSIONS.get((kind.scalar.name, dst_ty.scalar.name))
+        if numpy is None or any(rounding) or named:
+            return make(self, input, dst_ty, *rounding, **named)
+        to = dst_ty.scalar
+        handle = triton_interpreter.TensorHandle(input.handle.data.astype(numpy), to)
+        return tl.tensor(handle, kind.with_element_ty(to) if kind.is_block() else to)
 
     return cast
 

@@ -43,6 +43,7 @@ _KINDS = {
     "int1": _Kind(np.bool_),
 }
 _ABSENT = object()
+_ALL = slice(None)
 
 
 def patches() -> Iterator[tuple[Any, str, Any]]:
@@ -54,8 +55,26 @@ def patches() -> Iterator[tuple[Any, str, Any]]:
         dunder = f"__r{name}__"
         usual = getattr(tl.tensor, dunder)
         yield tl.tensor, dunder, _operator(name, _ARITHMETIC[name], usual=usual)
+    yield tl.tensor, "__getitem__", _indexed(tl.tensor.__getitem__)
     checking = "binary_op_type_checking_impl"
     yield TritonSemantic, checking, _unchanged(getattr(TritonSemantic, checking))
+
+
+def _indexed(usual: Callable[..., Any]) -> Callable[..., Any]:
+    """New dimensions of a block, as in x[:, None]."""
+
+    def __getitem__(self: Any, slices: Any) -> Any:
+        shape = _shape(self)
+        if type(slices) is not tuple or shape is None:
+            return usual(self, slices)
+        added = slices.count(None)
+        if added + slices.count(_ALL) != len(slices) or len(slices) - added > len(shape):
+            return usual(self, slices)
+        data = self.handle.data[slices]
+        handle = _handle(data, self.handle.dtype.scalar)
+        return tl.tensor(handle, tl.block_type(self.dtype, list(data.shape)))
+
+    return __getitem__
 
 
 def _unchanged(convert: Callable[..., Any]) -> Callable[..., Any]:
