@@ -19,7 +19,7 @@ from helpers.waits import DEADLINE, SHORT, until
 
 import tilewise.distributed as td
 from tilewise.distributed.transport.halves import Arena
-from tilewise.distributed.transport.links import Links
+from tilewise.distributed.transport.links import LATER, Links
 
 if not dist.is_available() or not dist.is_gloo_available():
     pytest.skip("gloo is not here", allow_module_level=True)
@@ -65,7 +65,7 @@ def lost(rank, step, count, kind, is_device=False):
     owner, name = STEPS[step]
     with elsewhere(NODES, rank):
         if is_device:
-            device_arena(seconds=SHORT)
+            device_arena(seconds=SHORT / LATER)  # as NCCL waits longer than a device
         layout = td.contiguous(12)
         attended(layout)
         restore = at(owner, name, count, kind) if rank == VICTIM else None

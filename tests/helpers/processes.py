@@ -76,13 +76,16 @@ def _start(rank, main, ranks, port, timeout, args, reports, path, on_gpus):
         world_size=ranks,
         timeout=datetime.timedelta(seconds=timeout),
     )
+    # Rank 0 has the server, which ends with its last handle: others may still ask
+    store = dist.distributed_c10d._get_default_store().underlying_store.underlying_store
     try:
         main(rank, *args)
     except BaseException:
         said.put(f"rank {rank}:\n{traceback.format_exc()}")
-    if rank == 0:  # which has the store, that others may still ask
+    if rank == 0:
         for _ in range(others):
             ended.acquire(timeout=timeout)
+    del store
     ended.release()
     sys.stdout.flush(), sys.stderr.flush()
     os._exit(0)  # gloo's threads may outlive Python's end (pytorch/pytorch#190489)

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from .barrier import POLL, Barrier
+from .barrier import Barrier
 from .failure import check_group
 from .nodes import Nodes, Traffic
 
@@ -30,6 +30,7 @@ Call = Callable[[Any], Any]  # of a tag, or of NCCL's options
 ALL_TO_ALL = dist.AllToAllOptions()
 EPOCH = 1 << 20  # barriers: tags of an epoch
 TAGS = 1 << 31
+POLL = 0.001  # seconds between looks at what has not ended
 LATER = 2  # times our time-out, after which torch's watchdog ends the process
 
 
