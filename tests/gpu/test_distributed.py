@@ -1,7 +1,10 @@
 """One sequence over several GPUs, beside one of them. Needs two; all that are there take part."""
 
+import contextlib
 import functools
+import io
 import os
+import re
 import signal
 import time
 
@@ -115,9 +118,9 @@ def test_the_bits_of_one_gpu_on_several_nodes(name):
     run(on_nodes, [name])
 
 
-def lost_between_nodes(rank, victim):
-    """A rank dies as NCCL moves keys. The next call names it, torch's watchdog ends no process, and
-    what the stream goes on to compute is NaN.
+def lost_between_nodes(rank, victim, calls_again):
+    """A rank dies as NCCL moves keys. The next call names it, or stderr where there is none; no
+    process is ended by torch's watchdog, and what the stream goes on to compute is NaN.
     """
     mesh = init_device_mesh("cuda", (RANKS, 1), mesh_dim_names=("node", "rank"))
     layout = td.contiguous(1024 * RANKS, mesh)
@@ -128,14 +131,22 @@ def lost_between_nodes(rank, victim):
     if rank == victim:
         Links.begin = lambda *x: os.kill(os.getpid(), signal.SIGKILL)
     out = td.attention(q, q, q, layout=layout, method="stream")
-    with pytest.raises(td.RankLost, match=rf"rank {victim} \(node {victim}\) of {RANKS} did not"):
+    lost = rf"rank {victim} \(node {victim}\).* did not"
+    if not calls_again:  # but waits for the GPU
+        with contextlib.redirect_stderr(io.StringIO()) as output:
+            torch.cuda.synchronize()
+        assert re.search(f"RankLost: call .*attention.*{lost} exchange", output.getvalue())
+        assert out.isnan().all()
+    with pytest.raises(td.RankLost, match=lost):
         td.attention(q, q, q, layout=layout, method="stream")
     torch.cuda.synchronize()
     assert out.isnan().all()
 
 
-def test_a_rank_that_is_killed_as_keys_move_between_nodes():
-    run(lost_between_nodes, RANKS - 1, killed=(RANKS - 1,), timeout=5 * SHORT)
+@pytest.mark.parametrize("calls_again", [True, False])
+def test_a_rank_that_is_killed_as_keys_move_between_nodes(calls_again):
+    victim = RANKS - 1
+    run(lost_between_nodes, victim, calls_again, killed=(victim,), timeout=5 * SHORT)
 
 
 def raised_between_nodes(rank):

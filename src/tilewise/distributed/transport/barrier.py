@@ -194,10 +194,31 @@ class Barrier:
 
     def lose(self, why: str) -> NoReturn:
         """Raises what this rank alone has found, of ranks that are lost, and leaves it for all."""
-        error = RankLost(f"call {self.number}, {why}")
+        error = RankLost(why)
         self.abandon(error)
         self.lost = str(error)
         raise error
+
+    def why_unfinished(self, peers: Sequence[int]) -> str:
+        """Returns, and leaves for all, why an exchange does not end that was begun with these
+        ranks: those that wait, too, say so.
+        """
+        keys, why = self._keys("exchange"), self.unfinished(peers)
+        with contextlib.suppress(dist.DistError):
+            self.store.set(keys[self.rank], "")
+            time.sleep(self._soon)
+            absent = [rank for rank in peers if not self.store.check([keys[rank]])]
+            why = self.unfinished(absent) if absent else self.reported(self.signature) or why
+            self.store.compare_set(self._key(ERROR), "", f"{self.rank}{NOTE}RankLost: {why}")
+        return why
+
+    def unfinished(self, peers: Sequence[int]) -> str:
+        """Writes the message that these ranks did not end an exchange."""
+        return (
+            f"call {self.number}, {self.signature}: {self.named(sorted(set(peers)))} did not "
+            f"exchange what it needs with {self.named([self.rank])} within "
+            f"{self.timeout.total_seconds():g} s, the time-out of the group"
+        )
 
     def named(self, ranks: Sequence[int]) -> str:
         """Returns ranks in words, with their nodes where there are several."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ...kernels.common.building import on_device
-from ...kernels.common.device_words import ARRIVED, FAILED
+from ...kernels.common.device_words import ARRIVED
 from ...kernels.common.row_table import Table
 from ...kernels.portable.copy_table import copy_table
 from ...kernels.portable.sum_parts import PartSums
@@ -54,6 +54,8 @@ class DeviceArena(Arena):
         self.events: list[Any] = []  # on the side stream, in turn
         self.marks = self.waited = 0  # those that were made, and that `last` has waited for
         self.words, self.limit = barrier.signals.words, barrier.nanoseconds
+        if links is not None:
+            links.words = self.words
         self.arrived = self.words.data_ptr() + self.words.itemsize * ARRIVED
         self.part_sums = PartSums()
         self.pieces = 0  # that the copies of the call have brought
@@ -158,10 +160,8 @@ class DeviceArena(Arena):
             yield
 
     def abandon(self, error: BaseException | None) -> None:
-        if self.links is not None and not self.links.end():  # no kernel takes it for keys
-            with torch.cuda.stream(stream := torch.cuda.Stream(self.device)):
-                self.words[FAILED] = 1
-            stream.synchronize()
+        if self.links is not None and not self.links.end():
+            self.links.fail()
         super().abandon(error)
         if self.has_streams:  # what an error frees may still be pulled into
             torch.cuda.current_stream(self.device).wait_stream(self.side)

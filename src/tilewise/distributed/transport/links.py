@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -20,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from ...kernels.common.device_words import FAILED
 from .barrier import Barrier
 from .failure import check_group
 from .nodes import Nodes, Traffic
@@ -32,6 +35,9 @@ EPOCH = 1 << 20  # barriers: tags of an epoch
 TAGS = 1 << 31
 POLL = 0.001  # seconds between looks at what has not ended
 LATER = 2  # times our time-out, after which torch's watchdog ends the process
+# Of our time-out, after which a rank says which ranks an exchange waits for: before the watchdog
+# ends the process for a collective of the program's behind it
+SAID = 0.75
 
 
 class Links:
@@ -41,6 +47,8 @@ class Links:
         self.host, self.nodes, self.device = host, nodes, device
         self.pending: list[Any] = []  # exchanges that were begun and not finished
         self.last: Any = None  # torch's work of the last one that was begun
+        self.begun = 0.0, []  # when that was, and with which ranks
+        self.words: Any = None  # on the device, of which one says that what it has is no result
         check_group(group, device)
         self.own = device.type == "cuda"  # whether the communicator is
         self.backend: Any = None if self.own else group._get_backend(device)
@@ -60,6 +68,7 @@ class Links:
         # NCCL wants all ranks at the first of its calls, not a few
         self.backend.allreduce([torch.zeros(1, device=self.device)]).wait()
         self.epoch = host.epoch
+        self.watch()
 
     def calls_of(self, traffic: Traffic, view: View) -> list[Call]:
         """Returns the sends and receives of bytes of this rank's half, and of its mirrors. A call
@@ -102,7 +111,7 @@ class Links:
             works = [call(ALL_TO_ALL if self.own else tag) for call in calls]
         except RuntimeError as error:
             self._lose(traffic.peers, error)
-        self.last = works[-1]
+        self.last, self.begun = works[-1], (time.monotonic(), traffic.peers)
         peers = [traffic.peers] * len(works) if self.own else [[x] for x in traffic.peers]
         exchange = list(zip(peers, works))
         self.pending.append(exchange)
@@ -128,6 +137,34 @@ class Links:
             time.sleep(POLL)
         return is_there
 
+    def fail(self) -> None:
+        """Tells the device that keys will not come, so what kernels make without them is NaN."""
+        with torch.cuda.stream(stream := torch.cuda.Stream(self.device)):
+            self.words[FAILED] = 1
+        stream.synchronize()
+
+    def watch(self) -> None:
+        """Watches exchanges on this communicator, beside the program."""
+        threading.Thread(target=self._watch, args=(self.backend,), daemon=True).start()
+
+    def _watch(self, backend: Any) -> None:
+        """Says on stderr which ranks an exchange waits for, and ends it: a program that makes no
+        further call would hear of it by torch's watchdog alone, which knows no ranks.
+        """
+        host = self.host
+        seconds = SAID * host.timeout.total_seconds()
+        while self.backend is backend and host.lost is None:
+            time.sleep(min(seconds / 8, 1.0))
+            last, (begun, peers) = self.last, self.begun
+            if last is None or last.is_completed() or time.monotonic() < begun + seconds:
+                continue
+            why = host.why_unfinished(peers)
+            if self.backend is backend and host.lost is None:
+                host.lost = why
+                sys.stderr.write(f"tilewise.distributed.RankLost: {why}\n")
+                self.fail()
+                self.abort()
+
     def settle(self) -> None:
         """Ends what an error has left: the other ends have begun it, too, and it still writes."""
         if self.own:
@@ -146,8 +183,4 @@ class Links:
 
     def _lose(self, peers: list[int], error: Exception) -> NoReturn:
         host = self.host
-        host.lose(
-            f"{host.signature}: {host.named(sorted(set(peers)))} did not exchange what it needs "
-            f"with {host.named([self.nodes.rank])} within {host.timeout.total_seconds():g} s, the "
-            f"time-out of the group ({str(error).splitlines()[0]})"
-        )
+        host.lose(f"{host.unfinished(peers)} ({str(error).splitlines()[0]})")
