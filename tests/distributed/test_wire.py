@@ -133,12 +133,12 @@ def test_words_in_parts_and_ranks_that_ended(wire):
 def test_a_stranger_is_no_rank():
     """Rank 0 takes the connection of a rank alone."""
     store, first, second = dist.HashStore(), Wire(0, 2), Wire(1, 2)
-    first.listen(store, "a key")
+    first.listen(store, key="a key")
     port = first.listener.getsockname()[1]
     with socket.create_connection(("localhost", port)) as stranger, ThreadPoolExecutor() as pool:
         stranger.sendall(bytes(100))
         timeout = datetime.timedelta(seconds=DEADLINE)
-        connected = pool.submit(second.connect, store, "a key", timeout)
+        connected = pool.submit(second.connect, store, key="a key", timeout=timeout)
         until(lambda: first.hear(1, word(0, 1)) or first.peers, "the rank")
         connected.result()
     first.open()

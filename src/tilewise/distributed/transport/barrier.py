@@ -54,9 +54,9 @@ class Barrier:
         key, self.wire = f"tilewise/{first}", Wire(self.rank, self.ranks)
         try:
             if self.rank == 0:
-                self.wire.listen(store, key)
+                self.wire.listen(store, key=key)
             else:
-                self.wire.connect(store, key, self.timeout)
+                self.wire.connect(store, key=key, timeout=self.timeout)
         except (OSError, dist.DistError) as error:
             raise RankLost(f"{self.absence([0], FIRST)} ({error})") from error
         self.store = distributed_c10d.PrefixStore(f"tilewise/{self.wire.name.hex()}", store)
@@ -203,12 +203,12 @@ class Barrier:
         """Returns, and leaves for all, why an exchange does not end that was begun with these
         ranks: those that wait, too, say so.
         """
-        keys, why = self._keys("exchange"), self.unfinished(peers)
+        keys, why = self._keys("exchange"), self.unfinished(peers=peers)
         with contextlib.suppress(dist.DistError):
             self.store.set(keys[self.rank], "")
             time.sleep(self._soon)
             absent = [rank for rank in peers if not self.store.check([keys[rank]])]
-            why = self.unfinished(absent) if absent else self.reported(self.signature) or why
+            why = self.unfinished(peers=absent) if absent else self.reported(self.signature) or why
             self.store.compare_set(self._key(ERROR), "", f"{self.rank}{NOTE}RankLost: {why}")
         return why
 

@@ -158,7 +158,7 @@ class Links:
             last, (begun, peers) = self.last, self.begun
             if last is None or last.is_completed() or time.monotonic() < begun + seconds:
                 continue
-            why = host.why_unfinished(peers)
+            why = host.why_unfinished(peers=peers)
             if self.backend is backend and host.lost is None:
                 host.lost = why
                 sys.stderr.write(f"tilewise.distributed.RankLost: {why}\n")
@@ -183,4 +183,4 @@ class Links:
 
     def _lose(self, peers: list[int], error: Exception) -> NoReturn:
         host = self.host
-        host.lose(f"{host.unfinished(peers)} ({str(error).splitlines()[0]})")
+        host.lose(f"{host.unfinished(peers=peers)} ({str(error).splitlines()[0]})")

@@ -34,7 +34,7 @@ class Wire:
         self.listener: Any = None  # of rank 0, until the first barrier
         self.tells_last = rank == 0  # once all have come, and not as it comes itself
 
-    def listen(self, store: Any, key: str) -> None:
+    def listen(self, store: Any, *, key: str) -> None:
         """Leaves the address that this machine has on the way to the store: if both are on one, the
         store's own.
         """
@@ -49,26 +49,28 @@ class Wire:
         place = "" if address.startswith("127.") else address
         store.set(key, f"{self.name.hex()} {self.listener.getsockname()[1]} {place}")
 
-    def connect(self, store: Any, key: str, timeout: datetime.timedelta) -> None:
+    def connect(self, store: Any, *, key: str, timeout: datetime.timedelta) -> None:
         """Connects to rank 0; OSError if that is not there in time."""
         until = time.monotonic() + timeout.total_seconds()
         store.wait([key], timeout)
-        while not self.peers:
-            name, port, place = store.get(key).decode().split(" ")
+        while time.monotonic() < until:
+            text = store.get(key)
+            name, port, place = text.decode().split(" ")
             self.name = bytes.fromhex(name)
-            hello, left = HELLO.pack(self.name, self.rank), until - time.monotonic()
-            try:
-                rank0 = socket.create_connection((place or _host_of(store), int(port)), SOON)
-                rank0.settimeout(max(left, SOON))
+            hello = HELLO.pack(self.name, self.rank)
+            with contextlib.suppress(OSError):
+                address = place or _host_of(store), int(port)
+                rank0 = socket.create_connection(address, timeout=SOON)
                 rank0.sendall(hello)
-                if rank0.recv(len(hello)) == hello:
-                    self._keep(0, rank0)
-                    return
+                while store.get(key) == text and time.monotonic() < until:
+                    with contextlib.suppress(TimeoutError):
+                        if rank0.recv(len(hello)) == hello:
+                            self._keep(0, other=rank0)
+                            return
+                        break
                 rank0.close()
-            except OSError:
-                if left < 0:
-                    raise
             time.sleep(PAUSE)
+        raise TimeoutError("its address does not answer")
 
     def open(self) -> None:
         """Takes no more connections: all ranks have met."""
@@ -115,9 +117,9 @@ class Wire:
             other.close()
             return
         other.sendall(hello)
-        self._keep(HELLO.unpack(hello)[1], other)
+        self._keep(HELLO.unpack(hello)[1], other=other)
 
-    def _keep(self, rank: int, other: socket.socket) -> None:
+    def _keep(self, rank: int, *, other: socket.socket) -> None:
         other.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         other.setblocking(False)
         self.peers[rank] = other
