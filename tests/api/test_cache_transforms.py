@@ -95,3 +95,18 @@ def test_an_append_is_not_mapped():
     with pytest.raises(NotImplementedError, match=r"cache\.append inside torch\.vmap"):
         torch.vmap(write)(torch.ones(5, 2, 2, 16))
     assert not k_cache.any()
+
+
+def test_an_append_has_no_transform():
+    """Lengths that a transform made have no memory: the caches keep their values."""
+    q, k, v = torch.randn(3, 2, 1, 4, 8).unbind(0)
+    caches = torch.zeros(2, 2, 8, 4, 8)
+
+    def attend(scale):
+        used = torch.tensor([1, 2], dtype=torch.int32)
+        out = tilewise.flash_attn_with_kvcache(q, *caches.unbind(0), k, v, cache_seqlens=used)
+        return (out * scale).sum()
+
+    with pytest.raises(NotImplementedError, match=r"cache\.append inside torch\.vmap or another"):
+        torch.func.grad(attend)(torch.ones(()))
+    assert not caches.any()

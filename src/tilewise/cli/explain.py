@@ -204,7 +204,7 @@ def shape_of(
     kv_heads, headdim_v, seqlen = kv_heads or heads, headdim_v or headdim, seqlen or 4096
     lengths, modifier = options["lengths"] or "", options["modifier"]
     if heads % kv_heads:
-        raise click.UsageError("--heads is a multiple of --kv-heads")
+        raise click.UsageError("--heads must be a multiple of --kv-heads")
     if options["window"] is not None and not options["causal"]:
         raise click.UsageError("--window lies before a causal diagonal: --causal")
     if modifier and modifier not in NAMES:

@@ -30,7 +30,7 @@ def step_of(options: dict, page_size: int | None, features: tuple[str, ...]):
         raise click.UsageError("--cache has one headdim here")
     heads = options["heads"], options["kv_heads"] or options["heads"], options["headdim"]
     if heads[0] % heads[1]:
-        raise click.UsageError("--heads is a multiple of --kv-heads")
+        raise click.UsageError("--heads must be a multiple of --kv-heads")
     try:
         return decode(
             options["batch"],

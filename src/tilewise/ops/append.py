@@ -6,7 +6,11 @@ import importlib
 from typing import Any
 
 import torch
-from torch._C._functorch import is_batchedtensor, peek_interpreter_stack
+from torch._C._functorch import (
+    is_batchedtensor,
+    is_functorch_wrapped_tensor,
+    peek_interpreter_stack,
+)
 from torch.autograd import forward_ad
 
 from ..emulation import interpreter_is_on
@@ -36,10 +40,12 @@ def append(new: Append, entry: Entry | None = None) -> None:
     """New keys and values, checked, into a cache; `entry` is the cache entry of such calls."""
     tensors = new.tensors
     if peek_interpreter_stack() is not None:
-        if any(x is not None and is_batchedtensor(x) for x in tensors):
+        is_compiling = torch.compiler.is_compiling()  # which knows of vmap alone
+        is_wrapped = is_batchedtensor if is_compiling else is_functorch_wrapped_tensor
+        if any(is_wrapped(x) for x in tensors if x is not None):
             raise NotImplementedError(
-                "cache.append inside torch.vmap: it writes one cache in place; fold the mapped "
-                "dimension into the batch, or call it once per element"
+                "cache.append inside torch.vmap or another transform: it writes one cache in "
+                "place; fold a mapped dimension into the batch, and make lengths outside"
             )
     if needs_dispatcher(tensors):
         torch.ops.tilewise.flash_attn_cache_append(**_arguments(new))
