@@ -1,6 +1,9 @@
-"""`python tour`: which exercises are done; `python tour 03`: what is wrong."""
+"""`python -m tour`: the exercises done; `python -m tour 03`: what is wrong."""
 
 import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))  # where `lesson` is
 
 from lesson import progress
 

@@ -1,13 +1,15 @@
 """The exercises' checks: each accepts its answer and refuses wrong ones."""
 
 import importlib
+import subprocess
+import sys
 
 import pytest
 import torch
 
 pytest.importorskip("matplotlib")
 
-from tour.lessons import NAMES, defined_in, number_of  # noqa: I001 (finds `lesson`)
+from tour.lessons import NAMES, ROOT, defined_in, number_of  # noqa: I001 (finds `lesson`)
 from lesson import Exercises, NotYet, expect, hopper_parts, hopper_steps, progress
 from tour.wrong_answers import EXERCISES
 
@@ -92,6 +94,12 @@ def test_lessons_ship_empty_stubs_and_one_command_says_so(capsys):
     assert capsys.readouterr().out.count("Write your lines") == 2
     with pytest.raises(SystemExit, match="no lesson 1: there are 00, "):
         progress.show("1")
+
+
+def test_the_tour_is_a_module_to_run_too():
+    command = [sys.executable, "-m", "tour", "1"]
+    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert "no lesson 1: there are 00, " in answer.stderr
 
 
 LEARNERS = """import triton
