@@ -121,7 +121,8 @@ def attend(
             spec.prepared.stream = plan
     sources = k if plan.k_is_dense else in_rows(k), v if plan.v_is_dense else in_rows(v)
     pulled = [] if plan.is_in_place else [k.new_empty(shape) for shape in plan.shapes]
-    clear_hidden(pulled, plan.hidden)
+    if pulled:
+        clear_hidden(pulled, plan.hidden)
     if arena.nodes is not None:
         return _attend_by_groups(arena, spec, plan, q=q, sources=sources, pulled=pulled)
     exchanged: Any = dict(signature=plan.signature, sources=sources, targets=pulled)
@@ -182,7 +183,8 @@ def _attend_by_groups(
     arena.copy(copies.rows, sources, targets=[half, *pulled])
     if plan.is_in_place:
         pulled = keys_in(arena, plan, dtype=q.dtype)
-        clear_hidden(pulled, plan.hidden)
+        if plan.hidden:
+            clear_hidden(pulled, plan.hidden)
     out = q.new_empty((*q.shape[:3], pulled[-1].shape[-1]))
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
     whole = q, pulled[0], pulled[-1], *spec.extras[:2], arena.words, out, lse

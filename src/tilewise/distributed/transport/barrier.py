@@ -152,11 +152,19 @@ class Barrier:
 
     def _tell(self) -> NoReturn:
         """Raises the error of another rank, which has ended the epoch."""
+        if (lost := self.found_lost()) is not None:
+            self.lost = lost
+            raise RankLost(lost)
         rank, text = self._error()
-        if text.startswith(RankLost.__name__):
-            self.lost = text.partition(": ")[2]
-            raise RankLost(self.lost)
         self.end(f"{self.named([rank])} raised {text}")
+
+    def found_lost(self) -> str | None:
+        """Returns why no further call can be made, if another rank has found that."""
+        with contextlib.suppress(dist.DistError):
+            if self.store.check([self._key(ERROR)]):
+                name, _, why = self._error()[1].partition(": ")
+                return why if name == RankLost.__name__ else None
+        return None
 
     def _error(self) -> tuple[int, str]:
         """Returns which rank has ended the epoch, and its error."""
@@ -258,11 +266,9 @@ class Barrier:
         if len(self.nodes) == 1:
             return None
         time.sleep(self._soon)
-        if not self.store.check([self._key(ERROR)]):
-            return None
+        if (why := self.found_lost()) is not None or not self.store.check([self._key(ERROR)]):
+            return why
         rank, text = self._error()
-        if text.startswith(RankLost.__name__):
-            return text.partition(": ")[2]
         text = f"{self.named([rank])} raised {text}"
         return f"call {self.number}, {signature}, did not end: {text}"
 

@@ -46,6 +46,7 @@ class DeviceArena(Arena):
     ) -> None:
         super().__init__(barrier, memory, links=links)
         self.device = device
+        self.has_mates = len(barrier.members) > 1  # on this rank's node
         self.has_streams = device.type == "cuda"
         self.side: Any = None  # high priority: copies are few and short beside a kernel's programs
         self.last: Any = None  # the stream of the call, and before it that of the one before
@@ -78,7 +79,7 @@ class DeviceArena(Arena):
         self.barrier.check()
         self._follow()
         half = super().publish(nbytes, signature)
-        if self.links is not None and not self.has_mates():  # early: others wait less for it
+        if self.links is not None and not self.has_mates:  # early: others wait less for it
             self.host.announce(signature)
         return half
 
@@ -97,18 +98,14 @@ class DeviceArena(Arena):
     def meet(self, signature: str) -> None:
         if self.links is not None:  # the device's barrier is of the node
             self.host.meet(signature)
-            if not self.has_mates():
+            if not self.has_mates:
                 return
             if self.has_streams:
                 self.last.wait_stream(self.side)  # which has met the node, too
         super().meet(signature)
 
-    def has_mates(self) -> bool:
-        """Whether other ranks are on this one's node."""
-        return len(self.barrier.members) > 1
-
     def meet_node(self) -> None:
-        if self.has_mates():
+        if self.has_mates:
             self.barrier.again()
 
     def copy(self, table: Table, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
@@ -218,6 +215,8 @@ class DeviceArena(Arena):
         if self.last is not None:
             stream.wait_stream(self.last)
         self.last, self.raw = stream, raw
+        if self.links is not None:
+            self.links.stream = stream
 
 
 def refuse_capture() -> None:

@@ -16,7 +16,7 @@ import torch
 
 from ...kernels.common.row_table import Table
 from .copies import Piece, bytes_at, copy_one_by_one
-from .links import Links
+from .links import Exchange, Links
 from .memory import Memory
 from .nodes import Traffic
 
@@ -117,7 +117,7 @@ class Arena:
         else:
             total[targets.long()] = exact.to(total.dtype)
 
-    def begin(self, traffic: Traffic) -> list[tuple[list[int], Any]]:
+    def begin(self, traffic: Traffic) -> Exchange:
         """Begins to exchange with other nodes, inside of `copying`."""
         calls = self.views.get((self.half, traffic))
         if calls is None:
@@ -125,9 +125,9 @@ class Arena:
         self.received += traffic.received
         return self.links.begin(traffic, calls)
 
-    def finish(self, works: Sequence[tuple[list[int], Any]]) -> None:
+    def finish(self, exchange: Exchange) -> None:
         """Ends an exchange, of this rank and of its node, whose mirrors may then be read."""
-        self.links.finish(works)
+        self.links.finish(exchange)
         if self.links.nodes.has_pairs:
             self.meet_node()
 
@@ -153,8 +153,8 @@ class Arena:
                 self.finish(begun[ended])
                 ended += 1
             yield pieces
-        for works in begun[ended:]:
-            self.finish(works)
+        for exchange in begun[ended:]:
+            self.finish(exchange)
 
     def _are_remote(self, pieces: Sequence[Piece]) -> bool:
         mine = self.links.nodes.mine

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -40,14 +42,24 @@ LATER = 2  # times our time-out, after which torch's watchdog ends the process
 SAID = 0.75
 
 
+class Exchange:
+    """Sends and receives that were begun: torch's work of each, and the ranks that it is with."""
+
+    def __init__(self, peers: list[list[int]], works: list[Any], before: Any) -> None:
+        self.peers, self.works = peers, works
+        self.before = before  # an event that the GPU passes as it comes here
+        self.begun, self.reached = time.monotonic(), math.inf  # by the host, by the GPU
+
+
 class Links:
     """The sends and receives of a rank whose group has several nodes."""
 
     def __init__(self, host: Barrier, nodes: Nodes, *, group: Any, device: torch.device) -> None:
         self.host, self.nodes, self.device = host, nodes, device
-        self.pending: list[Any] = []  # exchanges that were begun and not finished
-        self.last: Any = None  # torch's work of the last one that was begun
-        self.begun = 0.0, []  # when that was, and with which ranks
+        self.begun: deque[Exchange] = deque()  # and not ended
+        self.lock = threading.Lock()  # for what finds that one has ended
+        self.stream: Any = None  # of the call, on GPUs
+        self.tag, self.before = -1, None  # of the last exchange
         self.words: Any = None  # on the device, of which one says that what it has is no result
         check_group(group, device)
         self.own = device.type == "cuda"  # whether the communicator is
@@ -101,41 +113,54 @@ class Links:
                 left.append((peer, x))
         return first, left
 
-    def begin(self, traffic: Traffic, calls: Sequence[Call]) -> list[tuple[list[int], Any]]:
+    def begin(self, traffic: Traffic, calls: Sequence[Call]) -> Exchange:
         """Begins to exchange, on GPUs behind what the current stream was given."""
         if not calls:
-            return []
+            return Exchange([], [], before=None)
         # What an error has left of an earlier call is never taken for this one's
         tag = (self.host.epoch * EPOCH + self.host.number) % TAGS
+        if self.own and tag != self.tag:  # exchanges of one barrier are behind the same work
+            self.tag, self.before = tag, torch.cuda.Event()
+            self.before.record(self.stream)
         try:
             works = [call(ALL_TO_ALL if self.own else tag) for call in calls]
         except RuntimeError as error:
             self._lose(traffic.peers, error)
-        self.last, self.begun = works[-1], (time.monotonic(), traffic.peers)
         peers = [traffic.peers] * len(works) if self.own else [[x] for x in traffic.peers]
-        exchange = list(zip(peers, works))
-        self.pending.append(exchange)
+        exchange = Exchange(peers, works, before=self.before)
+        self.begun.append(exchange)
         return exchange
 
-    def finish(self, works: Sequence[tuple[list[int], Any]]) -> None:
+    def finish(self, exchange: Exchange) -> None:
         """Waits for an exchange: on a CPU the process, else the current stream."""
-        for peers, work in works:
+        for peers, work in zip(exchange.peers, exchange.works):
             try:
                 work.wait()
             except RuntimeError as error:
                 self._lose(peers, error)
-        self.pending = [x for x in self.pending if x is not works]
+        if exchange.works and not self.own:
+            self.begun.remove(exchange)
 
     def end(self) -> bool:
-        """Waits on the host for the last exchange, which others may have left; whether it ended."""
-        if not self.own or self.last is None:
-            return True
+        """Waits on the host for exchanges, which others may have left; whether they ended."""
         wait = self.host.timeout.total_seconds() / 4  # meanwhile others wait for this rank
-        wait = 0.0 if self.host.lost is not None else wait
-        until = time.monotonic() + wait
-        while not (is_there := self.last.is_completed()) and time.monotonic() < until:
+        now = time.monotonic()
+        while self.own and (first := self._first()) is not None:
+            until = now + min(max(first.reached - now, 0.0), 3 * wait) + wait
+            if self.host.lost is not None or time.monotonic() > until:
+                return False
             time.sleep(POLL)
-        return is_there
+        return True
+
+    def _first(self) -> Exchange | None:
+        """Returns the first exchange that has not ended, and notes whether the GPU is there."""
+        with self.lock:
+            while self.begun and self.begun[0].works[-1].is_completed():
+                self.begun.popleft()
+            first = self.begun[0] if self.begun else None
+        if first is not None and first.reached == math.inf and first.before.query():
+            first.reached = time.monotonic()
+        return first
 
     def fail(self) -> None:
         """Tells the device that keys will not come, so what kernels make without them is NaN."""
@@ -149,17 +174,19 @@ class Links:
 
     def _watch(self, backend: Any) -> None:
         """Says on stderr which ranks an exchange waits for, and ends it: a program that makes no
-        further call would hear of it by torch's watchdog alone, which knows no ranks.
+        further call would hear of it by torch's watchdog alone, which knows no ranks. What the GPU
+        does before it comes to an exchange takes its time, unless another rank finds one lost.
         """
         host = self.host
         seconds = SAID * host.timeout.total_seconds()
         while self.backend is backend and host.lost is None:
-            time.sleep(min(seconds / 8, 1.0))
-            last, (begun, peers) = self.last, self.begun
-            if last is None or last.is_completed() or time.monotonic() < begun + seconds:
+            time.sleep(min(seconds / 16, 1.0))
+            first = self._first()
+            if first is None or time.monotonic() < first.begun + seconds:
                 continue
-            why = host.why_unfinished(peers=peers)
-            if self.backend is backend and host.lost is None:
+            is_late = time.monotonic() > first.reached + seconds
+            why = host.why_unfinished(peers=first.peers[0]) if is_late else host.found_lost()
+            if why is not None and self.backend is backend and host.lost is None:
                 host.lost = why
                 sys.stderr.write(f"tilewise.distributed.RankLost: {why}\n")
                 self.fail()
@@ -169,14 +196,14 @@ class Links:
         """Ends what an error has left: the other ends have begun it, too, and it still writes."""
         if self.own:
             self.abort()
-        while self.pending:
-            for _, work in self.pending.pop():
+        while self.begun:
+            for work in self.begun.pop().works:
                 with contextlib.suppress(RuntimeError):
                     work.wait()
 
     def abort(self) -> None:
         """Ends NCCL's kernels, which may wait for a rank that does not come, and its memory."""
-        backend, self.backend, self.last, self.pending = self.backend, None, None, []
+        backend, self.backend, self.begun = self.backend, None, deque()
         if backend is not None:
             with contextlib.suppress(RuntimeError):
                 backend.abort()
