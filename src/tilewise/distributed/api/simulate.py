@@ -20,10 +20,11 @@ from ...frontend.scalars import Window
 from ...problem import OPEN
 from ..layouts.crossing import Moved, nodes_of
 from ..layouts.layout import Layout
-from ..layouts.work import Band, band_of
+from ..layouts.work import Band, band_of, keys_of_span
 from .plan import BANDWIDTH, GROUPS, NETWORK, check_sizes, moved_by_heads, moved_by_stream, plan
 
 BLOCK = 128  # queries of a tile, and keys of a step
+HALF = 64  # queries that a backward's tile takes at a time
 SMS = 132
 MOST_TILES = 20_000  # more fill all SMs
 
@@ -32,8 +33,11 @@ MOST_TILES = 20_000  # more fill all SMs
 # and at the most there are
 FORWARD = {"h100": 666e9, "h200": 676e9}
 BACKWARD = {"h100": 588e9, "h200": 600e9}
-# A tile's start and end, in steps of a block: its loads, its output
-FORWARD_START, BACKWARD_START = 1.0, 3.5
+START = 1.0  # a tile's start and end, in steps of a block: its loads, its output
+# What the kernels before and after a backward's tiles move of each number in q: they read O and dO,
+# write zeros to dQ in fp32, read it, and round it. By the data sheets' bytes a millisecond
+BESIDE_TILES = 14
+MEMORY = {"h100": 3.35e9, "h200": 4.8e9}
 # Milliseconds that a call takes beside its tiles: publishing, barriers, copies that nothing hides
 STREAM_STARTS = 0.02, 0.15  # forward, backward
 HEADS_STARTS = 0.2, 0.2
@@ -145,6 +149,7 @@ def simulate(
     if card not in FORWARD:
         raise ArgumentError(f"card={card!r}: it must be {' or '.join(map(repr, FORWARD))}")
     nodes_of(layout, nodes)
+    group = nheads // nheads_k
     band, size, kv_size = band_of(window, True), nheads * headdim, 2 * nheads_k * headdim
     if method is None and nodes == 1 and nheads_k % layout.ranks == 0:
         method = plan(layout, nheads, nheads_k, headdim, window=window, learns=learns).method
@@ -175,17 +180,18 @@ def simulate(
         parts_received=moved.parts_received / network / 1e6,
     )
     step = 2 * BLOCK * BLOCK * 2 * headdim * SMS  # FLOPs of all SMs
-    tiles = _steps(of_rank, band, nheads, FORWARD_START) * step / FORWARD[card]
+    tiles = _forward_steps(of_rank, band, nheads) * step / FORWARD[card]
     figures.add(starts[0], tiles, moved._replace(parts=0, parts_received=0), groups)
     if learns:
-        tiles = _steps(of_rank, band, nheads, BACKWARD_START) * 2.5 * step / BACKWARD[card]
-        figures.add(starts[1], tiles, moved, groups)
+        tiles = _backward_steps(of_rank, band, nheads, group=group) * 2.5 * step / BACKWARD[card]
+        beside = BESIDE_TILES * of_rank.tokens * nheads * headdim / MEMORY[card]
+        figures.add(starts[1] + beside, tiles, moved, groups)
     return figures
 
 
-def _steps(layout: Layout, band: Band, heads: int, start: float) -> float:
+def _forward_steps(layout: Layout, band: Band, nheads: int) -> float:
     """Counts the steps, of a block of keys each, that pass until the last SM is done with a rank's
-    tiles. Free SMs take the longest tile that is left.
+    tiles, which are blocks of queries. Free SMs take the longest tile that is left.
     """
     tiles = []
     for span in layout.spans:
@@ -193,13 +199,33 @@ def _steps(layout: Layout, band: Band, heads: int, start: float) -> float:
             stop = min(span.last, min(first + BLOCK, span.stop) + band.right)
             begin = span.first if band.left == OPEN else max(span.first, first - band.left)
             begin -= (begin - span.first) % BLOCK
-            tiles.append(-(-(stop - begin) // BLOCK) + start)
-    if len(tiles) * heads > MOST_TILES:
-        return sum(tiles) * heads / SMS
+            tiles.append(-(-(stop - begin) // BLOCK) + START)
+    return _until_done([x for x in sorted(tiles, reverse=True) for _ in range(nheads)])
+
+
+def _backward_steps(layout: Layout, band: Band, nheads: int, group: int) -> float:
+    """Counts them for a backward, whose tiles are blocks of the keys that a run of rows sees, each
+    with all query heads of its key head. They come in the kernel's order: run by run, head by head.
+    """
+    tiles = []
+    for span in layout.spans:
+        begin, stop = keys_of_span(span, band)
+        of_head = []
+        for first in range(begin - (begin - span.first) % BLOCK, stop, BLOCK):
+            start = max(0, first - band.right - span.start) // HALF
+            end = span.stop if band.left == OPEN else min(span.stop, first + BLOCK + band.left)
+            of_head.append(group * max(0, -(-(end - span.start) // HALF) - start) / 2 + START)
+        tiles += of_head * (nheads // group)
+    return _until_done(tiles)
+
+
+def _until_done(tiles: Sequence[float]) -> float:
+    """Returns when the last tile ends, where each goes to the first SM that is free."""
+    if len(tiles) > MOST_TILES:
+        return sum(tiles) / SMS
     busy = [0.0] * SMS
-    for steps in sorted(tiles, reverse=True):
-        for _ in range(heads):
-            heapq.heapreplace(busy, busy[0] + steps)
+    for steps in tiles:
+        heapq.heapreplace(busy, busy[0] + steps)
     return max(busy)
 
 
