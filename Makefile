@@ -157,22 +157,25 @@ WHEEL_sglang := sglang
 
 ifneq ($(READY),)
 # A torch that pins its own Triton (the CUDA builds) keeps it; the others come without one.
+# Python's own pip takes twice as long; modules are compiled when they are first imported, which most never are.
+INSTALL = $(PYTHON) -m pip install -q --no-compile
 $(TORCH_STAMP):
 	test -x $(PYTHON) || $(BASE_PYTHON) -m venv $(VENV)
-	$(PYTHON) -m pip install -q --upgrade "$(TORCH)"
+	$(INSTALL) --upgrade pip
+	$(INSTALL) --upgrade "$(TORCH)"
 	if [ -n "$(TRITON)" ] && [ "$$(uname -s)" = Linux ] && \
 		! $(PYTHON) -m pip show torch | grep -q '^Requires:.*triton'; \
-		then $(PYTHON) -m pip install -q "$(TRITON)"; fi
+		then $(INSTALL) "$(TRITON)"; fi
 	rm -f $(VENV)/.torch-*
 	touch $@
 
 # The constraints keep every extra from replacing the torch that was asked for.
 $(READY): $(TORCH_STAMP) pyproject.toml
 	$(PYTHON) -m pip list --format=freeze | grep -E '^(torch|triton)==' > $(VENV)/constraints.txt
-	$(PYTHON) -m pip install -q -c $(VENV)/constraints.txt -e ".[$(EXTRAS)]"
+	$(INSTALL) -c $(VENV)/constraints.txt -e ".[$(EXTRAS)]"
 	touch $@
 
 $(DOCS_READY): $(READY)
-	$(PYTHON) -m pip install -q -c $(VENV)/constraints.txt -e ".[docs]"
+	$(INSTALL) -c $(VENV)/constraints.txt -e ".[docs]"
 	touch $@
 endif
