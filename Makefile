@@ -53,7 +53,7 @@ NEWEST_TESTS := tests/gluon_emulator tests/testing tests/tile tests/compile test
 lowest = $(shell sed -n 's/.*"\($(1)>=[0-9.]*\).*/\1.0/p' pyproject.toml | sed 's/>=/==/')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-all test-lowest test-newest test-bare test-engines test-gpu machine-code demo docs bench-all report figures lint style types format dist clean
+.PHONY: help setup test test-all test-lowest test-newest test-bare test-engines test-gpu tiers machine-code demo docs bench-all report figures lint style types format dist clean
 .DELETE_ON_ERROR:
 
 help:  ## show this list
@@ -61,7 +61,7 @@ help:  ## show this list
 
 setup: $(READY)  ## make the virtual environment
 
-test: $(READY) style  ## ruff and the CPU tests: at most 25 minutes of CPU time
+test: $(READY) style  ## ruff and the CPU tests: at most 15 minutes of CPU time
 	$(PYTEST) -n $(JOBS) -m "not gpu and not slow"
 
 test-all: $(DOCS_READY) lint  ## the CPU tests with the slow ones, docs and browser
@@ -85,6 +85,10 @@ test-engines: $(ENGINES:%=.venv-%/.installed)  ## serving engines with small mod
 
 test-gpu: $(READY)  ## the tests that need a CUDA GPU
 	$(PYTEST) -m gpu
+
+tiers: $(READY)  ## measure the CPU tests, and rewrite which of them run in test-all alone
+	$(PYTHON) -m pip install -q coverage
+	PYTHONPATH=src:tests $(PYTHON) -m helpers.watch -n $(JOBS)
 
 machine-code: $(READY)  ## rewrite the hashes of what tests/compile builds, and print those that moved
 	PYTHONPATH=src:tests $(PYTHON) -m helpers.machine_code $(BUILDS)

@@ -13,6 +13,7 @@ import socket
 import sys
 import traceback
 
+from . import watch
 from .waits import DEADLINE
 
 PRELOADED = "torch", "torch.distributed.tensor", "torch._dynamo", "tilewise.distributed"
@@ -39,7 +40,7 @@ def run(
     said = context.SimpleQueue()
     ended = context.Semaphore(0)
     reports = said, ended, ranks - 1 - len(killed)
-    given = main, ranks, port, timeout, args, reports, sys.path, on_gpus
+    given = main, ranks, port, timeout, args, reports, sys.path, on_gpus, watch.folder_of_ranks()
     started = [context.Process(target=_start, args=(rank, *given)) for rank in range(ranks)]
     for process in started:
         process.start()
@@ -57,7 +58,7 @@ def run(
     assert all(code < 0 if rank in killed else code == 0 for rank, code in enumerate(codes)), codes
 
 
-def _start(rank, main, ranks, port, timeout, args, reports, path, on_gpus):
+def _start(rank, main, ranks, port, timeout, args, reports, path, on_gpus, folder):
     said, ended, others = reports
     import torch
     import torch.distributed as dist
@@ -79,7 +80,8 @@ def _start(rank, main, ranks, port, timeout, args, reports, path, on_gpus):
     # Rank 0 has the server, which ends with its last handle: others may still ask
     store = dist.distributed_c10d._get_default_store().underlying_store.underlying_store
     try:
-        main(rank, *args)
+        with watch.rank(folder):
+            main(rank, *args)
     except BaseException:
         said.put(f"rank {rank}:\n{traceback.format_exc()}")
     if rank == 0:
