@@ -22,7 +22,7 @@ class Seen(NamedTuple):
     test: str
     seconds: float
     is_kept: bool
-    "A rule of the code, or one that is checked with examples at random"
+    "By its file, or as a test of examples at random"
     runs_elsewhere: bool
     "In processes of its own or in a compiler, whose lines are not seen"
     arcs: tuple

@@ -23,9 +23,21 @@ from .covered import Seen, write
 # Where the processes of a run leave what they saw: a folder whose name says what is looked at
 FOLDER = "TILEWISE_SEEN_BY_TESTS"
 SECONDS, LINES = "seconds", "lines"
+# What no line shows: rules of the code, each feature in each backend, and examples at random
+KEPT = (
+    "tests/structure/",
+    "tests/kernels/test_matrix.py",
+    "tests/fuzz/",
+    "tests/reference/test_properties.py",
+)
 PROGRAMS = ["src", "benchmarks", "examples", "tour"]
 # CPU seconds of other processes from which on lines of this one are not all that a test runs
 ELSEWHERE = 0.1
+
+
+def is_hypothesis_test(item: pytest.Item) -> bool:
+    """A test of examples that Hypothesis draws."""
+    return hasattr(getattr(item, "obj", None), "hypothesis")
 
 
 def seconds_elsewhere() -> float:
@@ -105,13 +117,12 @@ class Watch:
         here, elsewhere = time.process_time() - here, seconds_elsewhere() - elsewhere
         taken = self.take_lines()
         arcs = {(file, x) for lines in taken for file, of in lines.items() for x in of}
-        is_rule = item.nodeid.startswith("tests/structure/")
         in_processes = elsewhere > ELSEWHERE and len(taken) == 1
         self.seen.append(
             Seen(
                 test=item.nodeid,
                 seconds=here + elsewhere,
-                is_kept=is_rule or hasattr(getattr(item, "obj", None), "hypothesis"),
+                is_kept=item.nodeid.startswith(KEPT) or is_hypothesis_test(item),
                 runs_elsewhere=in_processes or "compile" in item.keywords,
                 arcs=tuple(self.arcs.setdefault(arc, arc) for arc in arcs),
             )
