@@ -1,54 +1,29 @@
 """One sequence over several GPUs, beside one of them. Needs two; all that are there take part."""
 
-import contextlib
 import functools
-import io
 import os
-import re
 import signal
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.gpu_ranks import RANKS, SEQLEN, Whole, run
+from helpers.gpu_ranks import CASES, RANKS, SEQLEN, Whole, faults_of, layouts, run
 from helpers.interrupts import interrupted
 from helpers.lives import lives
 from helpers.waits import SHORT
-from torch.distributed.device_mesh import init_device_mesh
 
 import tilewise.distributed as td
 from tilewise.distributed.methods import heads, one_launch, stream
 from tilewise.distributed.transport.arena import arena_of
 from tilewise.distributed.transport.exchange import publish_rows
 from tilewise.distributed.transport.halves import Arena
-from tilewise.distributed.transport.links import Links
 from tilewise.errors import ArgumentError
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
-CAUSAL = dict(causal=True)
-CASES = {
-    "full": {},
-    "causal": CAUSAL,
-    "top left": dict(causal="top_left"),
-    "window": dict(CAUSAL, window=(1500, 0)),
-    "both sides": dict(window=(700, 300)),
-    "softcap": dict(CAUSAL, softcap=20.0),
-    "sinks": dict(CAUSAL, sinks=True),
-    "headdim 64": dict(CAUSAL, headdim=64),
-    "MHA, headdim 256": dict(CAUSAL, headdim=256, heads=(4, 4)),
-    "documents": dict(CAUSAL, docs=True),
-    "documents, full": dict(docs=True),
-    "batch of 2": dict(CAUSAL, batch=2),
-}
-
-
-def layouts(group=None):
-    makes = td.zigzag, td.contiguous, functools.partial(td.striped, block=512)
-    return [make(SEQLEN, group) for make in makes]
 
 
 def bits(rank, names, in_groups=False):
@@ -61,31 +36,6 @@ def bits(rank, names, in_groups=False):
     assert not faults, "\n".join(faults)
 
 
-def faults_of(case, group=None):
-    """`out` and `lse` are one GPU's to the bit, by heads the gradients, too; others are near."""
-    one, ordered = case.one(), case.one(deterministic=True)
-    faults = []
-    for layout in map(case.deal, layouts(group)):
-        for method in ("stream", "heads"):
-            nheads_k = case.k.shape[2]
-            if method == "heads" and nheads_k % RANKS:
-                continue
-            is_ordered = method == "heads"
-            found = case.sharded(layout, method=method, deterministic=is_ordered)
-            expected = ordered if is_ordered else one
-            what = f"{method}, {layout.kind}"
-            for i, (x, y) in enumerate(zip(found, expected)):
-                if i == 5:  # of sinks: a part of a sum
-                    dist.all_reduce(x)
-                mine = y if i == 5 else layout.shard(y, 2 if i == 1 else 1)
-                if (i < 2 or (is_ordered and i < 5)) and not torch.equal(x, mine):
-                    faults.append(f"{what}: {i} has other bits")
-                error = (x.float() - mine.float()).norm() / mine.float().norm()
-                if not error < 0.01:
-                    faults.append(f"{what}: {i} is {error:.2g} off")
-    return faults
-
-
 @pytest.mark.parametrize("first", range(4))
 def test_the_bits_of_one_gpu(first):
     run(bits, [*CASES][first::4])
@@ -96,81 +46,6 @@ def test_groups_of_heads():
     is read.
     """
     run(bits, ["causal", "window", "sinks", "documents", "headdim 64"], True)
-
-
-def on_nodes(rank, names):
-    """GPUs as nodes: one each, and of four two each."""
-    stream.LEAST_ROWS = stream.LEAST_PAIRS = heads.LEAST_ROWS = 1
-    faults = []
-    for ranks in (1, 2)[: RANKS // 2]:
-        shape = RANKS // ranks, ranks
-        mesh = init_device_mesh("cuda", shape, mesh_dim_names=("node", "rank"))
-        for name in names:
-            found = faults_of(Whole(**CASES[name]), mesh)
-            faults += [f"{name}, {ranks} GPUs per node, {x}" for x in found]
-        nodes = arena_of(td.zigzag(SEQLEN, mesh).group, torch.device("cuda", rank)).nodes
-        assert len(nodes.members) == RANKS // ranks
-    assert not faults, "\n".join(faults)
-
-
-@pytest.mark.parametrize("name", ["causal", "window", "sinks", "documents"])
-def test_the_bits_of_one_gpu_on_several_nodes(name):
-    run(on_nodes, [name])
-
-
-def lost_between_nodes(rank, victim, calls_again):
-    """A rank dies as NCCL moves keys. The next call names it, or stderr where there is none; no
-    process is ended by torch's watchdog, and what the stream goes on to compute is NaN.
-    """
-    mesh = init_device_mesh("cuda", (RANKS, 1), mesh_dim_names=("node", "rank"))
-    layout = td.contiguous(1024 * RANKS, mesh)
-    q = torch.randn(1, 1024, 2 * RANKS, 64, device="cuda", dtype=torch.bfloat16)
-    for _ in range(2):
-        assert td.attention(q, q, q, layout=layout, method="stream").isfinite().all()
-    dist.barrier()
-    if rank == victim:
-        Links.begin = lambda *x: os.kill(os.getpid(), signal.SIGKILL)
-    out = td.attention(q, q, q, layout=layout, method="stream")
-    lost = rf"rank {victim} \(node {victim}\).* did not"
-    if not calls_again:  # but waits for the GPU
-        with contextlib.redirect_stderr(io.StringIO()) as output:
-            torch.cuda.synchronize()
-        assert re.search(f"RankLost: call .*attention.*{lost} exchange", output.getvalue())
-        assert out.isnan().all()
-    with pytest.raises(td.RankLost, match=lost):
-        td.attention(q, q, q, layout=layout, method="stream")
-    torch.cuda.synchronize()
-    assert out.isnan().all()
-
-
-@pytest.mark.parametrize("calls_again", [True, False])
-def test_a_rank_that_is_killed_as_keys_move_between_nodes(calls_again):
-    victim = RANKS - 1
-    run(lost_between_nodes, victim, calls_again, killed=(victim,), timeout=5 * SHORT)
-
-
-def raised_between_nodes(rank):
-    """A rank raises as the others wait for its keys: all go on, with another communicator."""
-    mesh = init_device_mesh("cuda", (RANKS, 1), mesh_dim_names=("node", "rank"))
-    layout = td.contiguous(1024 * RANKS, mesh)
-    q = torch.randn(1, 1024, 2 * RANKS, 64, device="cuda", dtype=torch.bfloat16)
-    first = td.attention(q, q, q, layout=layout, method="stream")
-    begin = Links.begin
-    if rank == 1:
-        Links.begin = None
-    with pytest.raises(
-        TypeError if rank == 1 else td.RankMismatch, match="is not|raised TypeError"
-    ):
-        for _ in range(2):
-            out = td.attention(q, q, q, layout=layout, method="stream")
-    Links.begin = begin
-    again = td.attention(q, q, q, layout=layout, method="stream")
-    assert torch.equal(again, first)
-    assert rank == 1 or out.isnan().all()
-
-
-def test_a_rank_that_raises_as_keys_move_between_nodes():
-    run(raised_between_nodes, timeout=5 * SHORT)
 
 
 def addresses(rank):

@@ -1,6 +1,9 @@
 """One sequence over several GPUs in tests: a process for each, and what one GPU makes of a case."""
 
+import functools
+
 import torch
+import torch.distributed as dist
 
 import tilewise
 import tilewise.distributed as td
@@ -11,6 +14,21 @@ from .waits import DEADLINE
 RANKS = min(torch.cuda.device_count(), 4)
 SEQLEN = 1024 * 5 * RANKS
 DOCUMENTS = 0, 3000, 3001, 7777, SEQLEN
+CAUSAL = dict(causal=True)
+CASES = {
+    "full": {},
+    "causal": CAUSAL,
+    "top left": dict(causal="top_left"),
+    "window": dict(CAUSAL, window=(1500, 0)),
+    "both sides": dict(window=(700, 300)),
+    "softcap": dict(CAUSAL, softcap=20.0),
+    "sinks": dict(CAUSAL, sinks=True),
+    "headdim 64": dict(CAUSAL, headdim=64),
+    "MHA, headdim 256": dict(CAUSAL, headdim=256, heads=(4, 4)),
+    "documents": dict(CAUSAL, docs=True),
+    "documents, full": dict(docs=True),
+    "batch of 2": dict(CAUSAL, batch=2),
+}
 
 
 def run(main, *args, killed=(), timeout=DEADLINE):
@@ -66,3 +84,33 @@ class Whole:
             return td.attention(*tensors, layout=layout, **given)
 
         return self.run(attend, layout.shard, **more)
+
+
+def layouts(group=None):
+    makes = td.zigzag, td.contiguous, functools.partial(td.striped, block=512)
+    return [make(SEQLEN, group) for make in makes]
+
+
+def faults_of(case, group=None):
+    """`out` and `lse` are one GPU's to the bit, by heads the gradients, too; others are near."""
+    one, ordered = case.one(), case.one(deterministic=True)
+    faults = []
+    for layout in map(case.deal, layouts(group)):
+        for method in ("stream", "heads"):
+            nheads_k = case.k.shape[2]
+            if method == "heads" and nheads_k % RANKS:
+                continue
+            is_ordered = method == "heads"
+            found = case.sharded(layout, method=method, deterministic=is_ordered)
+            expected = ordered if is_ordered else one
+            what = f"{method}, {layout.kind}"
+            for i, (x, y) in enumerate(zip(found, expected)):
+                if i == 5:  # of sinks: a part of a sum
+                    dist.all_reduce(x)
+                mine = y if i == 5 else layout.shard(y, 2 if i == 1 else 1)
+                if (i < 2 or (is_ordered and i < 5)) and not torch.equal(x, mine):
+                    faults.append(f"{what}: {i} has other bits")
+                error = (x.float() - mine.float()).norm() / mine.float().norm()
+                if not error < 0.01:
+                    faults.append(f"{what}: {i} is {error:.2g} off")
+    return faults
