@@ -185,7 +185,9 @@ def test_pieces_are_counted_on_all_ranks_or_none():
     signals = SimpleNamespace(words=torch.zeros(4, dtype=torch.int32))
     for said, expected in ((["1", "1"], True), (["1", "0"], False)):
         host = SimpleNamespace(wait=lambda signature, note, said=said: said)
-        barrier = SimpleNamespace(rank=0, ranks=2, signals=signals, nanoseconds=1, host=host)
+        barrier = SimpleNamespace(
+            rank=0, ranks=2, members=(0, 1), signals=signals, nanoseconds=1, host=host
+        )
         assert DeviceArena(barrier, None, CPU).counts_pieces == expected
 
 
