@@ -154,3 +154,8 @@ def test_an_error_leaves_an_exchange_its_time_once_the_gpu_comes_to_it(behind, a
     assert until <= clock.now <= until + 0.1
     behind.host.lost = "rank 1"
     assert behind.end() == ends and clock.now <= until + 0.1
+
+
+def test_a_call_aborts_as_the_thread_looks_at_its_exchange(behind):
+    behind.begun[0].works[-1] = SimpleNamespace(is_completed=lambda: behind.abort() or True)
+    assert behind._first() is None

@@ -43,11 +43,10 @@ SAID = 0.75
 
 
 class Exchange:
-    """Sends and receives that were begun: torch's work of each, and the ranks that it is with."""
+    """Torch's work of sends and receives, the ranks of each, and a GPU event before them."""
 
     def __init__(self, peers: list[list[int]], works: list[Any], before: Any) -> None:
-        self.peers, self.works = peers, works
-        self.before = before  # an event that the GPU passes as it comes here
+        self.peers, self.works, self.before = peers, works, before
         self.begun, self.reached = time.monotonic(), math.inf  # by the host, by the GPU
 
 
@@ -155,9 +154,10 @@ class Links:
     def _first(self) -> Exchange | None:
         """Returns the first exchange that has not ended, and notes whether the GPU is there."""
         with self.lock:
-            while self.begun and self.begun[0].works[-1].is_completed():
-                self.begun.popleft()
-            first = self.begun[0] if self.begun else None
+            begun = self.begun  # which another thread may abort
+            while begun and begun[0].works[-1].is_completed():
+                begun.popleft()
+            first = begun[0] if begun else None
         if first is not None and first.reached == math.inf and first.before.query():
             first.reached = time.monotonic()
         return first
