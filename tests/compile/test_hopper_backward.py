@@ -136,8 +136,16 @@ def compiled_stats(*headdims, most=None, **features):
         extra += 24 if features.get("used") else 0
         assert found["spill_stores"] <= (SPILLS[widest] + extra if most is None else most), found
     for name in ("bwd_delta_kernel", "hopper_bwd_dq_kernel"):
-        edge = launches[name]._replace(options=dict(num_warps=8))
-        assert stats(build_launch(edge, "sm90"))["spill_stores"] == 0
+        if name in launches:
+            edge = launches[name]._replace(options=dict(num_warps=8))
+            assert stats(build_launch(edge, "sm90"))["spill_stores"] == 0
+    if not tile.HAS_DQ:
+        of_queries = stats(build_launch(launches["hopper_bwd_query_kernel"], "sm90"))
+        assert of_queries["smem"] <= SMEM_LIMIT["sm90"] and of_queries["HGMMA"] == 72, of_queries
+        assert of_queries["copies_apart"] == 0 and of_queries["idle_barriers"] == 0, of_queries
+        if IS_MEASURED:  # once a tile, by the load warp
+            assert not of_queries["wgmma_serialized"], of_queries
+            assert of_queries["spill_stores"] <= 28, of_queries
     if features.get("bias") or features.get("score"):
         of_rest = stats(build_launch(launches["attn_bwd_rest_kernel"], "sm90"))
         assert of_rest["smem"] <= SMEM_LIMIT["sm90"] and of_rest["spill_stores"] == 0, of_rest

@@ -74,7 +74,7 @@ def launches_of(call: Call, backend: str, target: str, passes: tuple[str, ...]) 
     launches: list[Launch] = []
     for direction in passes:
         if backend == "hopper":
-            launches.append(_hopper_forward(call) if direction == "fwd" else _hopper_backward(call))
+            launches += [_hopper_forward(call)] if direction == "fwd" else _hopper_backward(call)
         elif backend == "portable":
             launches += [shown(x, target) for x in portable_launches(call, target, direction)]
     return launches
@@ -169,9 +169,9 @@ def hopper_launch(launch: Any) -> Launch:
     return one._replace(stages=stages, tiles=tiles, pack=pack, is_persistent=True)
 
 
-def _hopper_backward(call: Call) -> Launch:
+def _hopper_backward(call: Call) -> list[Launch]:
     from ..kernels.hopper.bwd.launch import backward_program
 
     program = backward_program(call.problem, call.scalars, **operands_for(call, "bwd"))
-    (launch,) = (x for x in program.launches if x.kernel.__name__ == "hopper_bwd_kernel")
-    return hopper_launch(launch)
+    names = "hopper_bwd_kernel", "hopper_bwd_query_kernel"
+    return [hopper_launch(x) for x in program.launches if x.kernel.__name__ in names]

@@ -240,6 +240,7 @@ class KeyPipeline(NamedTuple):
     BIAS_COPIED: bool = False  # whether TMA loads the bias
     BIAS_GRAD: bool = False  # whether TMA stores dS, which is the gradient of the bias
     SPREAD: int = 0  # blocks over which the beginnings of long causal tiles are spread; 0: none
+    HAS_DQ: bool = True  # whether tiles add to dQ, which else a kernel of its own computes
 
 
 class Lengths(NamedTuple):

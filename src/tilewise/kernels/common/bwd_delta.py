@@ -5,8 +5,7 @@ line 4). A gradient that comes in through lse adds dlse * P to dS, which is the 
 delta. A sink is a logit without a value: its dS is P_sink (0 - delta) with P_sink = exp(sink -
 lse), summed here over a tile's rows and on the host over tiles.
 
-Where dQ is accumulated in memory, this kernel zeroes its rows, and the semaphores of ordered
-accumulation.
+Where dQ is accumulated in memory, this kernel zeroes its rows, and the semaphores that say so.
 
 The main kernel may recompute P' = 2^rest P, of rows whose lse has lost a part (`bwd_rest`). As P
 enters all gradients in products with dO and delta alone, a copy of dO comes times 2^-rest, and so
@@ -26,9 +25,9 @@ from .io import from_row, load_once, row_stats, store_rows
 
 
 class Accumulated(NamedTuple):
-    """Memory of a backward that accumulates dQ: this kernel fills it."""
+    """Memory of a backward by tiles of keys: this kernel fills it."""
 
-    dq: tl.tensor  # (batch, nheads, padded, BLOCK_D), fp32
+    dq: tl.tensor  # (batch, nheads, padded, BLOCK_D), fp32; not written where no semaphores are
     stats: tl.tensor  # (batch, nheads, 2, padded), fp32: -lse and -delta
     padded: int  # seqlen_q in whole tiles; of packed sequences the end of `padded_row`
     lse_unit: float  # what the stored lse is a multiple of, in base 2
@@ -122,16 +121,16 @@ def bwd_delta_kernel(
         if FEATURES.DROPOUT:
             minus_delta *= 1.0 / accumulated.delta_unit
         tl.store(row + accumulated.padded + q_idx, minus_delta)
-        # A tile has a power of two of columns: 192 are three of 64
-        GROUPS: tl.constexpr = 3 if TILE.BLOCK_D == 192 else 1
-        BLOCK_D: tl.constexpr = TILE.BLOCK_D // GROUPS
-        cells = tl.arange(0, BLOCK_M)[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
-        zeros = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        row_of_dq = batch_head * accumulated.padded + padded_first + m_start
-        for group in tl.static_range(GROUPS):
-            first_cell = row_of_dq * (GROUPS * BLOCK_D) + group * BLOCK_M * BLOCK_D
-            tl.store(accumulated.dq + first_cell + cells, zeros)
         if dq_semaphore is not None:  # int32, two a tile
+            # A tile has a power of two of columns: 192 are three of 64
+            GROUPS: tl.constexpr = 3 if TILE.BLOCK_D == 192 else 1
+            BLOCK_D: tl.constexpr = TILE.BLOCK_D // GROUPS
+            cells = tl.arange(0, BLOCK_M)[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+            zeros = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+            row_of_dq = batch_head * accumulated.padded + padded_first + m_start
+            for group in tl.static_range(GROUPS):
+                first_cell = row_of_dq * (GROUPS * BLOCK_D) + group * BLOCK_M * BLOCK_D
+                tl.store(accumulated.dq + first_cell + cells, zeros)
             tl.store(dq_semaphore + tile * 2 + tl.arange(0, 2), tl.zeros([2], tl.int32))
     if FEATURES.SINKS:
         p_sink = tl.exp2(load_sink(optionals, head, FEATURES) - lse_to_log2(lse_row))

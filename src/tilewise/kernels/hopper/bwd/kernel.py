@@ -4,6 +4,7 @@ The kernel is persistent: a program processes tiles of keys that a counter hands
 tile of K and V and loops over the queries that attend to it (`load`; `mma`, or `mma_wide` where a
 head dim is above 128). dK and dV stay in registers until the tile is done. Every tile of keys has
 only a part of dQ: the parts are added to an fp32 accumulator in memory, by atomics without a wait.
+Headdim 256 may leave dQ to another kernel (`mma_dq`).
 FlashAttention-2 (arXiv 2307.08691), algorithm 2, laid out for Hopper as in FlashAttention-3 (arXiv
 2407.08608).
 """
@@ -61,7 +62,7 @@ def hopper_bwd_kernel(
     FEATURES: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    if not TILE.ORDERED:
+    if TILE.HAS_DQ and not TILE.ORDERED:
         start_dependents()  # dQ's conversion, on SMs that are free
     dtype: gl.constexpr = q_desc.dtype
     N: gl.constexpr = TILE.BLOCK_N
@@ -84,7 +85,17 @@ def hopper_bwd_kernel(
     outputs = Outputs(dq, dk_desc, dv=dv_desc, dbias=dbias_desc, smem=out_smem)
     rings = Rings(keys, queries, score_buffers, messages, add_barriers, bias)
     call = KernelCall(queue, optionals, sizes=sizes, numbers=numbers)
-    if TILE.ORDERED:
+    if not TILE.HAS_DQ:
+        gl.warp_specialize(
+            [
+                (matmul_partition, (0, rings, outputs, call, FEATURES, TILE)),
+                (matmul_partition, (1, rings, outputs, call, FEATURES, TILE)),
+                (load_partition, (inputs, rings, call, FEATURES, TILE)),
+            ],
+            [4, 1],
+            [240, 24],
+        )
+    elif TILE.ORDERED:
         gl.warp_specialize(
             [
                 (matmul_partition, (0, rings, outputs, call, FEATURES, TILE)),

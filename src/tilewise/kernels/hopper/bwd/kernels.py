@@ -24,8 +24,9 @@ from . import dropout
 from .bias_pairs import target_of
 from .dq import hopper_bwd_dq_kernel
 from .kernel import hopper_bwd_kernel
+from .mma_dq import hopper_bwd_query_kernel
 from .plan import ROWS, padded_blocks, plan_for
-from .queue import programs_beside_dq, queue_of
+from .queue import programs_beside_dq, queue_of, queue_of_queries
 
 
 class BackwardLaunch(Launch):
@@ -48,8 +49,12 @@ class Kernels:
         work: Workspace,
     ) -> None:
         q, k, lse = saved.q, saved.k, saved.lse
-        self.problem, self.saved, self.extras, self.grads = problem, saved, extras, grads
+        self.saved, self.extras, self.grads = saved, extras, grads
         self.plan, of_ds = plan_for(problem, scalars, q, k, saved.v, extras.bias, grads.dbias)
+        self.has_dq = self.plan.tile.HAS_DQ
+        if not self.has_dq:  # no sum needs an order
+            problem = problem._replace(deterministic=False)
+        self.problem = problem
         self.optionals, self.sizes = optionals_of(extras, problem.mods), sizes_of(q, k, extras)
         self.numbers = numbers_of(scalars, q.shape[1], k.shape[1])
         self.shared = dict(optionals=self.optionals, sizes=self.sizes, numbers=self.numbers)
@@ -59,7 +64,10 @@ class Kernels:
         self.blocks = self.rows._replace(BLOCK_M=64, BLOCK_N=64)  # no larger than a block mask's
         heads = tuple(lse.shape[:2])
         self.padded, self.tiles = m_blocks * ROWS, heads[0] * heads[1] * m_blocks
-        self.dq = work.add("accumulated", (*heads, self.padded, tile.BLOCK_D))
+        self.dq = self.semaphore = None
+        if self.has_dq:
+            self.dq = work.add("accumulated", (*heads, self.padded, tile.BLOCK_D))
+            self.semaphore = work.add("dq_semaphore", (*heads, m_blocks, 2), torch.int32)
         self.stats = work.add("stats", (*heads, 2, self.padded))
         self.delta = self.lost = self.parts = self.ds = None
         self.dout: Any = saved.dout
@@ -69,7 +77,6 @@ class Kernels:
         self.keys = mean // (2 if problem.is_causal else 1)  # of a query
         if scalars.left >= 0:
             self.keys = min(self.keys, scalars.left + 1)
-        self.semaphore = work.add("dq_semaphore", (*heads, m_blocks, 2), torch.int32)
         if problem.has_natural_scores:
             self.lost = work.add("lost", lse.shape)
             shape = lse.shape[0], lse.shape[2], lse.shape[1], problem.headdim_v
@@ -94,7 +101,8 @@ class Kernels:
         if self.plan.tile.LSE_FIRST:
             unit = self.numbers.scale_log2
         accumulated: Any = Accumulated
-        fields: dict[str, Any] = dict(dq=self.dq, stats=self.stats, padded=self.padded)
+        dq = self.dq or self.stats  # the kernel takes no None there
+        fields: dict[str, Any] = dict(dq=dq, stats=self.stats, padded=self.padded)
         fields |= dict(lse_unit=unit, delta_unit=self.numbers.dropout_factor)
         if self.lost is not None:
             accumulated = Scaled
@@ -122,7 +130,7 @@ class Kernels:
         args |= dict(queue=queue) | self.shared
         constants = dict(FEATURES=plan.features, TILE=plan.tile)
         programs = programs_of(queue.tiles, saved.q.device)
-        if not plan.tile.ORDERED:
+        if self.has_dq and not plan.tile.ORDERED:
             programs = programs_beside_dq(queue.tiles, self.keys, saved.q.device)
         return checked(
             BackwardLaunch(hopper_bwd_kernel, programs, args, constants, dict(num_warps=4))
@@ -130,6 +138,8 @@ class Kernels:
 
     def after(self) -> list[Any]:
         """dQ, and the gradient of a bias, where it is not dS."""
+        if not self.has_dq:
+            return [self.queries()]
         is_counted = not self.plan.tile.ORDERED
         args = dict(accumulated=self.dq, dq=strided(self.grads.dq))
         args |= dict(counts=self.semaphore if is_counted else None) | self.shared
@@ -139,6 +149,18 @@ class Kernels:
         if self.grads.dbias is not None and not self.plan.tile.BIAS_GRAD:
             launches.append(self.bias())
         return launches
+
+    def queries(self) -> program.Launch:
+        """dQ by a kernel of its own."""
+        plan, saved = self.plan, self.saved
+        tensors = dict(q_desc=saved.q, do_desc=self.dout, k_desc=saved.k, v_desc=saved.v)
+        tensors |= dict(stats_desc=self.stats, dq_desc=self.grads.dq)
+        queue = queue_of_queries(self.problem, saved.q)
+        args: dict[str, Any] = of_backward(plan, tensors) | dict(queue=queue) | self.shared
+        constants = dict(FEATURES=plan.features, TILE=plan.tile)
+        programs, options = programs_of(queue.tiles, saved.q.device), dict(num_warps=4)
+        launch = BackwardLaunch(hopper_bwd_query_kernel, programs, args, constants, options)
+        return checked(launch)
 
     def bias(self) -> program.Launch:
         """The gradient of the bias, by a kernel of its own; of no programs where it is empty."""

@@ -181,13 +181,14 @@ def grad_partition(
 
 
 @gluon.jit
-def only_stage(buffers, step):
-    """The one stage of K or V, by an index that is always 0 and that the compiler cannot know.
+def only_stage(buffers, step, STAGE: gl.constexpr = 0):
+    """The one stage of K or V, by an index that is always 0 and that the compiler cannot know; or
+    the STAGE that a warpgroup has of Q or dO.
 
     It would otherwise compute the operands of all wgmma instructions before the loop, 16 registers
     of them for each of K and V, and spill as many.
     """
-    return buffers.index(step >> 30)
+    return buffers.index(STAGE + (step >> 30))
 
 
 @gluon.jit

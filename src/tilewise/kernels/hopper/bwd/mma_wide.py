@@ -6,7 +6,8 @@ other with their dK, each 128 registers a thread.
 
 Both left operands that come from scores are in registers where they are needed, so shared memory is
 read less than with half of the scores in each. P goes from the first to the second in fp32, dS back
-in 16 bits, where wgmma reads it.
+in 16 bits, where wgmma reads it. Of a dQ that has a kernel of its own (mma_dq.py) nothing is left
+but the barrier of dS, which says that P was read.
 """
 
 from triton.experimental import gluon
@@ -66,7 +67,7 @@ def value_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.const
             visited = block_at(block, queries.metadata, step=step, TILE=TILE)
             before = block_behind(block, queries.metadata, step, work, FEATURES, TILE)
             wait_full(score_buffers, state_of(step - 1), pred=i > 0)
-            if not HAS_DERIVATIVE:  # its derivative needs the registers
+            if TILE.HAS_DQ and not HAS_DERIVATIVE:  # its derivative needs the registers
                 pending_dq = multiply_keys(rings, step - 1, step, no_dq, 0)
             minus_lse = 0.0
             if not TILE.LSE_FIRST:
@@ -80,32 +81,37 @@ def value_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.const
                 pending_dq = multiply_keys(rings, step - 1, step, no_dq, 0)
             left = gl.convert_layout(tile.operand, left_operand(V_LAYOUT))
             pending_dv = warpgroup_mma(left, queries.do.index(step & 1), dv, is_async=True)
-            dq = warpgroup_mma_wait(1, deps=[pending_dq])
-            if i > 0:
-                wait_to_add(rings.add_barriers, step - 1, TILE=TILE)
-                add_dq(dq, outputs, work, before, 0, 4, call, FEATURES, TILE)
-            pending_dq = multiply_keys(rings, step - 1, step, no_dq, 1)
-            dv, dq = warpgroup_mma_wait(0, deps=[pending_dv, pending_dq])
+            if TILE.HAS_DQ:
+                dq = warpgroup_mma_wait(1, deps=[pending_dq])
+                if i > 0:
+                    wait_to_add(rings.add_barriers, step - 1, TILE=TILE)
+                    add_dq(dq, outputs, work, before, 0, 4, call, FEATURES, TILE)
+                pending_dq = multiply_keys(rings, step - 1, step, no_dq, 1)
+                dv, dq = warpgroup_mma_wait(0, deps=[pending_dv, pending_dq])
+            else:
+                dv = warpgroup_mma_wait(0, deps=[pending_dv])
             release(queries, state_of(step))
             # Before S^T starts: its operands come from shared memory, by the path of atomics
-            if i > 0:
-                add_dq(dq, outputs, work, before, 1, 4, call, FEATURES, TILE)
-                arrive_added(rings.add_barriers, step - 1, TILE=TILE)
+            if TILE.HAS_DQ:
+                if i > 0:
+                    add_dq(dq, outputs, work, before, 1, 4, call, FEATURES, TILE)
+                    arrive_added(rings.add_barriers, step - 1, TILE=TILE)
             wait_full(queries, state_of(step + 1), pred=i + 1 < blocks)
             k_smem = only_stage(rings.keys.k, step)
             pending_s = multiply_queries(k_smem, queries, step + 1, no_scores, COLUMNS, TILE)
             block = block_after(block, work, FEATURES=FEATURES, TILE=TILE)
             step += 1
             s = warpgroup_mma_wait(0, deps=[pending_s])
-        if is_seen:
-            before = block_behind(block, queries.metadata, step, work, FEATURES, TILE)
-            wait_full(score_buffers, state_of(step - 1))
-            wait_to_add(rings.add_barriers, step - 1, TILE=TILE)
-            for part in gl.static_range(2):
-                pending_dq = multiply_keys(rings, step - 1, step, no_dq, part)
-                dq = warpgroup_mma_wait(0, deps=[pending_dq])
-                add_dq(dq, outputs, work, before, part, 4, call, FEATURES, TILE)
-            arrive_added(rings.add_barriers, step - 1, TILE=TILE)
+        if TILE.HAS_DQ:
+            if is_seen:
+                before = block_behind(block, queries.metadata, step, work, FEATURES, TILE)
+                wait_full(score_buffers, state_of(step - 1))
+                wait_to_add(rings.add_barriers, step - 1, TILE=TILE)
+                for part in gl.static_range(2):
+                    pending_dq = multiply_keys(rings, step - 1, step, no_dq, part)
+                    dq = warpgroup_mma_wait(0, deps=[pending_dq])
+                    add_dq(dq, outputs, work, before, part, 4, call, FEATURES, TILE)
+                arrive_added(rings.add_barriers, step - 1, TILE=TILE)
         arrive_tile(rings.add_barriers, tiles, TILE=TILE)
         if FEATURES.DROPOUT:
             dv *= call.numbers.dropout_factor
@@ -147,32 +153,35 @@ def key_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.constex
         dp = warpgroup_mma_wait(0, deps=[pending_dp])
         for i in range(blocks):
             visited = block_at(block, queries.metadata, step=step, TILE=TILE)
-            pending_dq = multiply_keys(rings, step - 1, step, no_dq, LAST_PART)
+            if TILE.HAS_DQ:
+                pending_dq = multiply_keys(rings, step - 1, step, no_dq, LAST_PART)
             mbarrier.wait(score_buffers.p_full, step & 1)
             p = in_accumulator_order(score_buffers.p.load(by_register(64 * M)), S_LAYOUT)
             minus_delta = 0.0
             if FEATURES.DROPOUT:
                 minus_delta = load_row(queries.minus_delta, step, like=no_scores)
             ds = marked_gradient(p, dp, minus_delta=minus_delta, FEATURES=FEATURES).to(dtype)
-            score_buffers.ds.index(step & 1).store(ds)
-            fence_async_shared()  # makes the threads' stores visible to wgmma
+            if TILE.HAS_DQ:
+                score_buffers.ds.index(step & 1).store(ds)
+                fence_async_shared()  # makes the threads' stores visible to wgmma
             mbarrier.arrive(score_buffers.full.index(step & 1), count=1)
             left = gl.convert_layout(ds, left_operand(K_LAYOUT))
             pending_dk = warpgroup_mma(left, queries.q.index(step & 1), dk, is_async=True)
-            dq = warpgroup_mma_wait(1, deps=[pending_dq])
-            if i > 0:
-                before = block_behind(block, queries.metadata, step, work, FEATURES, TILE)
-                if LAST_PART == 2:
-                    wait_to_add(rings.add_barriers, step - 1, TILE=TILE)
-                add_dq(dq, outputs, work, before, LAST_PART, 4, call, FEATURES, TILE)
-                arrive_added(rings.add_barriers, step - 1, TILE=TILE)
-            if LAST_PART == 3:
+            if TILE.HAS_DQ:
+                dq = warpgroup_mma_wait(1, deps=[pending_dq])
+                if i > 0:
+                    before = block_behind(block, queries.metadata, step, work, FEATURES, TILE)
+                    if LAST_PART == 2:
+                        wait_to_add(rings.add_barriers, step - 1, TILE=TILE)
+                    add_dq(dq, outputs, work, before, LAST_PART, 4, call, FEATURES, TILE)
+                    arrive_added(rings.add_barriers, step - 1, TILE=TILE)
+            if LAST_PART == 3 and TILE.HAS_DQ:
                 pending_dq = multiply_keys(rings, step, step, no_dq, 2)
                 dk, dq = warpgroup_mma_wait(0, deps=[pending_dk, pending_dq])
             else:
                 dk = warpgroup_mma_wait(0, deps=[pending_dk])
             release(queries, state_of(step))
-            if LAST_PART == 3:
+            if LAST_PART == 3 and TILE.HAS_DQ:
                 wait_to_add(rings.add_barriers, step, TILE=TILE)
                 add_dq(dq, outputs, work, visited, 2, 4, call, FEATURES, TILE)
             wait_full(queries, state_of(step + 1), pred=i + 1 < blocks)
@@ -181,14 +190,15 @@ def key_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.constex
             block = block_after(block, work, FEATURES=FEATURES, TILE=TILE)
             step += 1
             dp = warpgroup_mma_wait(0, deps=[pending_dp])
-        if is_seen:
-            pending_dq = multiply_keys(rings, step - 1, step, no_dq, LAST_PART)
-            dq = warpgroup_mma_wait(0, deps=[pending_dq])
-            before = block_behind(block, queries.metadata, step, work, FEATURES, TILE)
-            if LAST_PART == 2:
-                wait_to_add(rings.add_barriers, step - 1, TILE=TILE)
-            add_dq(dq, outputs, work, before, LAST_PART, 4, call, FEATURES, TILE)
-            arrive_added(rings.add_barriers, step - 1, TILE=TILE)
+        if TILE.HAS_DQ:
+            if is_seen:
+                pending_dq = multiply_keys(rings, step - 1, step, no_dq, LAST_PART)
+                dq = warpgroup_mma_wait(0, deps=[pending_dq])
+                before = block_behind(block, queries.metadata, step, work, FEATURES, TILE)
+                if LAST_PART == 2:
+                    wait_to_add(rings.add_barriers, step - 1, TILE=TILE)
+                add_dq(dq, outputs, work, before, LAST_PART, 4, call, FEATURES, TILE)
+                arrive_added(rings.add_barriers, step - 1, TILE=TILE)
         arrive_tile(rings.add_barriers, tiles, TILE=TILE)
         if FEATURES.DROPOUT:
             dk *= call.numbers.dropout_factor

@@ -56,6 +56,8 @@ def make_add_barriers(TILE: gl.constexpr):
     """The barriers, where accumulation is ordered, and else of tiles, which are counted."""
     if TILE.ORDERED:
         return AddBarriers(make_barrier(2, 1), make_barrier(2, 2), make_barrier(2, 1))
+    elif not TILE.HAS_DQ:
+        return AddBarriers(0, 0, signaled=0)
     else:
         return AddBarriers(0, make_barrier(4, 2), signaled=0)
 
@@ -81,7 +83,7 @@ def arrive_tile(barriers, tiles, TILE: gl.constexpr):
     The barrier has four stages: warpgroups are up to two tiles ahead of the warp that counts, which
     frees a message, for the tile after the next, as soon as it has read it.
     """
-    if not TILE.ORDERED:
+    if TILE.HAS_DQ and not TILE.ORDERED:
         mbarrier.arrive(barriers.added.index(tiles & 3), count=1)
 
 

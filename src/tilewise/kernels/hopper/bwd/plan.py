@@ -11,13 +11,13 @@ from ....problem import NO_MODS, Problem, Scalars
 from ....tile.seqlen import padded_row
 from ....tile.types import KeyPipeline, Sizes
 from ...common.arguments import features_of
+from ...common.building import num_sms
 from ..bias_memory import has_tiles
 from ..descriptors import GL_DTYPES, Plan, block_of, in_shared, is_in_steps
 from ..layouts import column_groups
-from . import work_tile
 from .bias_pairs import SUMMED, sums_of, way_of
+from .queue import ROWS, queue_of_queries
 
-ROWS = work_tile.ROWS.value  # of a tile of the kernels before and after: a multiple of BLOCK_M
 # Of long causal tiles: the next head's would else add to one block of dQ at a time (H100, back to
 # back: headdim 128, 4Ki, 16Ki, documents: 1.010, 1.027, 1.018; 256, 16Ki: 1.009; 64, 16Ki: 0.988)
 SPREAD = 32
@@ -30,13 +30,16 @@ def plan_of(
     is_copied: bool = False,
     bias_grad: bool = False,
     in_heads: bool = True,
+    has_dq: bool = True,
 ) -> Plan:
     """The plan of a problem. `has_scale`: its scale is large enough to divide by; `is_copied`:
     TMA can read its bias; `bias_grad`: and write dS as the gradient of that; `in_heads`:
-    batches of K and V are a whole number of heads apart.
+    batches of K and V are a whole number of heads apart; `has_dq`: no other kernel has dQ.
 
     To headdim 128 both head dims are padded to the wider one.
     """
+    if not has_dq:  # no sum needs an order
+        problem = problem._replace(deterministic=False)
     block_d, block_dv = map(block_of, (problem.headdim, problem.headdim_v))
     widest = max(block_d, block_dv)
     if widest <= 128:
@@ -59,7 +62,7 @@ def plan_of(
     features = features_of(problem, has_fast_tanh=True)
     is_causal = features.RIGHT and not (features.LEFT or problem.deterministic)
     is_spread = is_causal and problem.group == 1 and m == 64 and block_d != 192
-    tile = KeyPipeline(m, n, block_d, block_dv, *flags, SPREAD=SPREAD * is_spread)
+    tile = KeyPipeline(m, n, block_d, block_dv, *flags, SPREAD=SPREAD * is_spread, HAS_DQ=has_dq)
     before = [1, 1, 1] if problem.is_packed else [1, 1]  # the dimensions of `ragged_by_head`
     before_keys = [1, 1, 1] if is_ragged else [1, 1]
     exact = problem.has_fp32_key_grads
@@ -75,6 +78,7 @@ def plan_of(
         dv_desc=[*before, 64, (columns if block_d == 192 else block_dv) // halves],
         bias_desc=[1, 1, m, 64],
         dbias_desc=[1, 1, m, 64],
+        dq_desc=[*before, 64, columns],
     )
     dtypes = dict.fromkeys(blocks, GL_DTYPES[problem.dtype]) | dict(stats_desc=gl.float32)
     if exact:
@@ -87,13 +91,28 @@ def is_three_quarters(problem: Problem) -> bool:
     return 128 < problem.headdim <= 192 and problem.headdim_v <= 128 and not problem.is_modified
 
 
+def has_own_dq(problem: Problem, q: Any) -> bool:
+    """Whether dQ has a kernel of its own (mma_dq.py): of plain scores at headdim 256, where there
+    are enough tiles of queries that all SMs are as long busy.
+
+    H200, sustained, 16Ki tokens, the time of one kernel over that of two: causal, 1Ki, 4Ki and
+    16Ki: 1.12, 1.065 and 1.053; full, 1Ki: 1.05.
+    """
+    is_plain = problem.has_plain_scores and not (problem.has_left or problem.group > 1)
+    is_dense = not (problem.is_packed or problem.has_seqused_k or problem.has_seqused_q)
+    sms = num_sms(q.device) if q.device.type == "cuda" else 0
+    is_wide = problem.headdim == problem.headdim_v == 256
+    return is_wide and is_plain and is_dense and queue_of_queries(problem, q).tiles >= 6 * sms
+
+
 def plan_for(
     problem: Problem, scalars: Scalars, q: Any, k: Any, v: Any, bias: Any, dbias: Any
 ) -> tuple[Plan, tuple[int, ...] | None]:
     """The plan of a call, and the shape of the dS that is summed for the gradient of the bias."""
     way = way_of(problem, bias, dbias, q, k)
     has_scale, in_heads = abs(scalars.scale) > TINY, is_in_steps(k) and is_in_steps(v)
-    plan = plan_of(problem, has_scale, has_tiles(bias, q), bool(way), in_heads)
+    has_dq = not has_own_dq(problem, q)
+    plan = plan_of(problem, has_scale, has_tiles(bias, q), bool(way), in_heads, has_dq)
     return plan, sums_of(q, k) if way == SUMMED else None
 
 

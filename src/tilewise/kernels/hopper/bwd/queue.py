@@ -13,6 +13,9 @@ from ....tile.types import Queue, Sizes
 from ...common.building import num_sms
 from ..launch import programs_of
 from ..tile_counter import tile_counter
+from . import work_tile
+
+ROWS = work_tile.ROWS.value  # of a tile of the kernels before and after: a multiple of BLOCK_M
 
 AT_ONCE = 16 << 20  # bytes of queries: `heads_per_l2_group`
 
@@ -30,6 +33,13 @@ def queue_of(problem: Problem, block_n: int, q: Any, k: Any, sizes: Sizes) -> Qu
         return Queue(counter, heads * n_blocks, nheads=nheads_k, heads=heads, l2_group=mixed)
     n_blocks = triton.cdiv(seqlen_k, block_n)
     return Queue(counter, heads * n_blocks, nheads_k, heads, heads_per_l2_group(problem, q))
+
+
+def queue_of_queries(problem: Problem, q: Any) -> Queue:
+    """The tiles of queries of the call."""
+    heads = q.shape[0] * problem.nheads
+    tiles, mixed = heads * triton.cdiv(q.shape[1], ROWS), heads_per_l2_group(problem, q)
+    return Queue(tile_counter(), tiles, problem.nheads, heads, mixed)
 
 
 def programs_beside_dq(tiles: int, keys: int, device: torch.device) -> int:

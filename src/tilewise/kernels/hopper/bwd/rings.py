@@ -68,8 +68,9 @@ def make_queries(dtype: gl.constexpr, TILE: gl.constexpr):
 
 @gluon.jit
 def make_tile_messages(TILE: gl.constexpr):
-    """The work-tile messages to both matmul warpgroups, and to two warps of ordered accumulation or
-    one that counts tiles.
+    """The work-tile messages to both matmul warpgroups, and, where they add to dQ, to two warps of
+    ordered accumulation or one that counts tiles.
     """
+    READERS: gl.constexpr = (4 if TILE.ORDERED else 3) if TILE.HAS_DQ else 2
     COUNT: gl.constexpr = RAGGED_FIELDS if TILE.RAGGED else WORK_FIELDS
-    return make_messages(COUNT, 4 if TILE.ORDERED else 3)
+    return make_messages(COUNT, READERS)
