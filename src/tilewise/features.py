@@ -168,6 +168,18 @@ OPERATORS = {
     ),
 }
 
+# The operator of `flash_attn_with_kvcache` with new keys
+WITH_NEW_KEYS = (
+    "(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!)? out, Tensor k, Tensor v, "
+    "Tensor? rotary_cos, Tensor? rotary_sin, Tensor cache_seqlens, Tensor? cache_batch_idx, "
+    "Tensor? cache_leftpad, Tensor? block_table, Tensor? page_table, Tensor? alibi_slopes, "
+    "Tensor? learnable_sink, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k_new, "
+    "Tensor? rotary_seqlens, Tensor? k_descale, Tensor? v_descale, Tensor(d!)? k_row_scales, "
+    "Tensor(e!)? v_row_scales, float softmax_scale, float softcap, bool causal, "
+    "SymInt[] window_size, SymInt attention_chunk, SymInt max_seqlen_q, bool rotary_interleaved, "
+    "bool is_invariant) -> (Tensor, Tensor)"
+)
+
 
 def refuse(kind: str, **arguments: Any) -> None:
     """NotImplementedError for the first argument that is not None and that this kind of call does

@@ -10,16 +10,16 @@ from helpers.counters import count
 AT_LEAST = {"arguments by keyword, percent": 18.8}
 AT_MOST = {
     # Sizes
-    "lines": 55_778,
+    "lines": 55_823,
     "files that name softcap": 28,
-    "files that name sinks": 37,
+    "files that name sinks": 36,
     "files attention() imports": 40,
-    "lines attention() imports": 5_748,
+    "lines attention() imports": 5_773,
     # One record, one dispatcher, one file of checks, one way to launch
     "records, host": 95,
     "records, device": 161,
     "records built at one place, host": 20,
-    "records built at one place, device": 56,
+    "records built at one place, device": 55,
     "launching classes": 3,
     "dispatchers": 1,
     "check files": 2,

@@ -58,12 +58,13 @@ def check_kinds(arguments: dict[str, Any]) -> None:
         )
 
 
-def check_memory(arguments: dict[str, Any], has_new: bool) -> None:
-    """Refuses arguments in memory that a call writes, where tensors have memory."""
+def check_memory(arguments: dict[str, Any], has_new: bool) -> bool:
+    """Refuses arguments in memory that a call writes, but of a traced call; whether it is one."""
     tensors = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
-    is_traced = needs_dispatcher(tensors.values()) or peek_interpreter_stack() is not None
-    if not (is_traced or tensors["k_cache"].is_meta):
+    is_traced = needs_dispatcher(tensors.values())
+    if not (is_traced or peek_interpreter_stack() is not None or tensors["k_cache"].is_meta):
         shared_memory.check_memory(tensors, has_new)
+    return is_traced
 
 
 def lengths_before(arguments: dict[str, Any], batch: int, table_name: str) -> Tensor:

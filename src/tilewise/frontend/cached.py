@@ -49,14 +49,13 @@ def check_cached(
     is_cache: bool = True,
 ) -> Cached:
     """The checked call of a `Cached` that has the caller's tensors alone. Autocast casts keys that
-    are no cache.
+    are no cache, and queries to the dtype of one.
     """
     table, extras = cached.page_table, cached.extras
     starts = extras.cu_seqlens_q
     is_packed = starts is not None
     q, k, v = checks.in_order(cached.q, cached.k, cached.v, layout, is_packed, has_cache=True)
-    if not is_cache:
-        q, k, v = autocast(q, k, v)
+    q, k, v = autocast(q, k, v=v, cache=k if is_cache else None)
     if starts is None:
         share_batch(q, k if table is None else table, extras.seqused_k)
     rank4 = q if starts is None else q.unsqueeze(0)

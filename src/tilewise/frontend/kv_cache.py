@@ -16,18 +16,19 @@ from ..kernels.common.cached import Cached
 from ..keywords import refuses_others, unexpected
 from ..mods.masks import Predicate, chunked
 from ..ops import append as append_ops
+from ..ops.autocast import autocast
 from ..ops.calls import find
-from ..ops.kv_cache import check_result, check_run
+from ..ops.kv_cache import check_run
+from ..ops.schema import record_of
 from ..problem import Extras
 from ..tile.paging import batch_of
-from . import invariance, paths, values
+from . import invariance, new_keys, paths, values
 from .cache_arguments import check_kinds, check_memory, lengths_after, lengths_before
 from .cached import attend_cached, check_cached, check_outputs, launch_step
 from .checks import check_form, with_contiguous_rows
 from .chunks import check_chunk, within_chunk
 from .compiled import fits_node, has_node
-from .new_keys import append_apart, append_new, check_positions, check_rotation, without_padding
-from .scalars import Numbers, Window, band, check_bounds, check_flag, longest_of, step_bound
+from .scalars import Numbers, Window, check_bounds, check_flag, longest_of, step_bound
 
 Tensor = torch.Tensor
 WORDS = Words(
@@ -112,7 +113,8 @@ def flash_attn_with_kvcache(
         rotary_sin: shaped as rotary_cos.
         cache_seqlens: int or int32 (batch,), keys of each sequence before the new ones; None: the
             cache is full.
-        cache_batch_idx: int32 (batch,), the cache row of each sequence; not with pages.
+        cache_batch_idx: int32 (batch,), the cache row of each sequence; not with pages. New keys
+            must not share a place: on a GPU any of them may be stored.
         cache_leftpad: int32 (batch,), the first row of each sequence; not with pages.
         block_table: int32 (batch, pages); `page_table` is a synonym.
         rotary_seqlens: int32 (batch,), replaces cache_seqlens for rotary positions.
@@ -136,6 +138,7 @@ def flash_attn_with_kvcache(
     """
     if unknown:
         raise unexpected("tilewise.flash_attn_with_kvcache", unknown)
+    is_operator = scheduler_metadata == "operator"  # which calls the function
     del scheduler_metadata, pack_gqa, sm_margin, num_splits  # hints
     entry = addresses = None
     longest = 0 if max_seqlen_q is None else step_bound(max_seqlen_q)
@@ -182,6 +185,8 @@ def flash_attn_with_kvcache(
     check_kinds(arguments)
     inputs = q, k, v
     q, k, v = with_contiguous_rows((("q", q), ("k", k), ("v", v)))
+    if torch._C._is_any_autocast_enabled():
+        q, k, v = autocast(q, k, v=v, cache=k_cache)
     if not (q is inputs[0] and k is inputs[1] and v is inputs[2]):
         entry = None  # what is launched is another
     if max_seqlen_q is not None:
@@ -196,12 +201,13 @@ def flash_attn_with_kvcache(
     return_softmax_lse = check_flag("return_softmax_lse", return_softmax_lse)
     if rotary_cos is not None:
         rotary_interleaved = check_flag("rotary_interleaved", rotary_interleaved)
-        check_rotation(q, cos=rotary_cos, sin=rotary_sin)
+        new_keys.check_rotation(q, cos=rotary_cos, sin=rotary_sin)
     if cache_batch_idx is not None:
         place, table_name = cache_batch_idx.unsqueeze(1), "cache_batch_idx"
     chunk = check_chunk(attention_chunk)
     numbers = Numbers(softmax_scale, softcap, causal=causal, window=window_size)
-    sides = (within_chunk(numbers, chunk) if chunk else numbers).sides("window_size")
+    window = numbers.sides("window_size")
+    sides = within_chunk(numbers, chunk).sides("window_size") if chunk else window
     numbers = numbers._replace(window=sides)
     last_key = values.last_read(q, cu_seqlens_q, left=sides[0])
     used, fewest = before, None
@@ -212,44 +218,42 @@ def flash_attn_with_kvcache(
     values.check_reach(k_cache, place, counted, words=names, least=fewest, read=last_key)
     if cache_leftpad is not None and used is not None:
         values.check_leftpad(cache_leftpad, used)
-    check_memory(arguments, has_new=k is not None)
-    cached = Cached(
-        q,
-        k_cache,
-        v_cache,
-        page_table=place,
-        extras=Extras(alibi_slopes, learnable_sink, seqused_k=counted, cu_seqlens_q=cu_seqlens_q),
-        entry=None if has_new or chunk else entry,
-        k_descale=k_descale,
-        v_descale=v_descale,
-        longest=longest,
-    )
+    is_traced = check_memory(arguments, has_new=k is not None)
+    extras = Extras(alibi_slopes, learnable_sink, seqused_k=counted, cu_seqlens_q=cu_seqlens_q)
+    cached = Cached(q, k_cache, v_cache, page_table=place, extras=extras, longest=longest)
+    cached = cached._replace(k_descale=k_descale, v_descale=v_descale)
+    cached = cached._replace(entry=None if has_new or chunk else entry)
     rows = None if cache_batch_idx is None else place
     append = keep = None
     mask_mod = chunked(chunk) if chunk else None
     if k is not None:
-        new_keys: Any = dict(k=k, v=v, cu_seqlens_k=cu_seqlens_k_new, q=q, out=out)
-        new_keys |= dict(before=before, table=table, rows=rows, leftpad=cache_leftpad)
-        new_keys |= dict(cos=rotary_cos, sin=rotary_sin, is_interleaved=rotary_interleaved)
-        new_keys |= dict(cu_seqlens_q=cu_seqlens_q, alibi_slopes=alibi_slopes, sinks=learnable_sink)
-        new_keys |= dict(k_cache=k_cache, v_cache=v_cache, k_descale=k_descale, v_descale=v_descale)
-        is_at_first = not causal and band(window_size, False, name="window_size") == (-1, -1)
-        call = AppendedCall(**new_keys, rotary_seqlens=rotary_seqlens, is_at_first=is_at_first)
+        arguments |= dict(q=q, k=k, v=v, rotary_interleaved=rotary_interleaved, causal=causal)
+        arguments |= dict(before=before, table=table, rows=rows, is_at_first=window == (-1, -1))
+        call = record_of(AppendedCall, arguments)
         if rotary_cos is not None:
-            check_positions(call)
+            new_keys.check_positions(call)
+        if is_traced and not is_operator:
+            scalars = _checked(cached, out, numbers, mask_mod=mask_mod).scalars
+            arguments |= dict(softmax_scale=scalars.scale, softcap=scalars.softcap)
+            arguments |= dict(window_size=window, attention_chunk=chunk, cache_seqlens=before)
+            result, lse = new_keys.attend_traced(call, arguments | dict(max_seqlen_q=longest))
+            return (result, lse) if return_softmax_lse else result
         if has_kernels:  # which are given `out` and the others unchanged
             cached = _checked(cached, out, numbers, mask_mod=mask_mod)
             is_kept = entry is not None and not chunk
-            cached, keep = append_new(cached, call, used=used, is_kept=is_kept)
+            cached, keep = new_keys.append_new(cached, call, used=used, is_kept=is_kept)
         else:
-            append = functools.partial(append_apart, call=call, used=used)
+            append = functools.partial(new_keys.append_apart, call=call, used=used)
     elif cache_leftpad is not None:
-        cached = without_padding(cached, rows=rows, leftpad=cache_leftpad)
+        cached = new_keys.without_padding(cached, rows=rows, leftpad=cache_leftpad)
     is_checked = k is not None and has_kernels
     result, lse = _attend(cached, out, numbers, mask_mod, append, is_checked)
     if entry is not None and keep is not None and cached.entry.call is not None:
         entry.call = keep(cached.entry.call)
     return (result, lse) if return_softmax_lse else result
+
+
+new_keys.function = flash_attn_with_kvcache
 
 
 def _checked(
@@ -283,8 +287,6 @@ def _attend(
     if append is not None:
         if step is None:
             cached, is_checked = _checked(cached, out, numbers, mask_mod=mask_mod), True
-        elif out is not None:
-            check_result(out, cached)
         cached = append(cached)
         addresses, tensors = None, (*cached.tensors, out)
     if step is not None:

@@ -1,26 +1,33 @@
 """New keys of `flash_attn_with_kvcache`: one launch appends them and writes what attention reads
-with them, or torch's operators compute that, and `cache.append` follows.
+with them, or torch's operators compute that, and `cache.append` follows. A traced call is one
+operator, which runs the function: what it refuses it refuses before it writes.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ..errors import ArgumentError
-from ..features import refuse_gradients
+from ..features import WITH_NEW_KEYS, refuse_gradients
 from ..kernels.common.appended import AppendedCall
 from ..kernels.common.cached import Cached
 from ..ops import append as append_ops
 from ..ops.calls import Entry
+from ..ops.kv_cache import empty_outputs
+from ..ops.schema import operator
+from ..tile.quantize import by_row
 from ..tile.rotary import Rotary, rotate
+from . import invariance
 from .append import check_call, check_tables
 from .values import knows_values
 
 Tensor = torch.Tensor
 STORED = "k", "v", "k_descale", "v_descale"  # of a `Cached`
+function: Any = None  # `flash_attn_with_kvcache`, which puts itself here
 
 Step = Callable[[Any], Any]  # from the decode step of a call the step of its append, too
 
@@ -38,7 +45,7 @@ def append_new(
     prologue, step = append_ops.prepare(call, is_kept)
     rotated = None if prologue.rotated is None else prologue.rotated.ptr
     q, table = call.q if rotated is None else rotated, prologue.table
-    stored = cached if call.leftpad is None else by_rows(cached)
+    stored = cached if call.cache_leftpad is None else by_rows(cached)
     pairs = [(getattr(cached, name), getattr(stored, name)) for name in STORED]
     has_copies = any(x is not None and x.data_ptr() != y.data_ptr() for x, y in pairs)
     extras = cached.extras._replace(seqused_k=prologue.used)
@@ -47,14 +54,8 @@ def append_new(
     if step is None or has_copies:
         return cached, None
     pages = "table" if call.rows is None else "rows"
-    reads = [
-        "q" if rotated is None else "rotated",
-        "k_cache",
-        "v_cache",
-        pages if table is None else "padded_table",
-        "used",
-        *AppendedCall._fields[5:11],
-    ]
+    reads = ["q" if rotated is None else "rotated", "k_cache", "v_cache"]
+    reads += [pages if table is None else "padded_table", "used", *AppendedCall._fields[5:11]]
     return cached._replace(entry=Entry()), lambda decode: step.before(decode, reads)
 
 
@@ -62,7 +63,7 @@ def append_apart(cached: Cached, call: AppendedCall, used: Tensor | None) -> Cac
     """Appends with torch's operators and `cache.append`, and returns what attention reads: on a
     CPU, compiled, and for what a launch does not take.
     """
-    q, k, starts = call.q, call.k, call.cu_seqlens_k
+    q, k, starts = call.q, call.k, call.cu_seqlens_k_new
     if used is None:
         used = call.before + (k.shape[1] if starts is None else starts.diff())
     new, rotary = call.append._replace(seqused_k=used, rotary=None), call.rotary
@@ -75,7 +76,8 @@ def append_apart(cached: Cached, call: AppendedCall, used: Tensor | None) -> Cac
         q, k = rotate(q, rotary, positions_q), rotate(k, rotary, first_k + row_k)
     append_ops.append(new._replace(k=k))
     cached = cached._replace(q=q, extras=cached.extras._replace(seqused_k=used))
-    return cached if call.leftpad is None else without_padding(cached, call.rows, call.leftpad)
+    leftpad = call.cache_leftpad
+    return cached if leftpad is None else without_padding(cached, call.rows, leftpad=leftpad)
 
 
 def check_rotation(q: Tensor, cos: Tensor, sin: Any) -> None:
@@ -88,13 +90,13 @@ def check_positions(call: AppendedCall) -> None:
     """Every position at which a query or a new key is rotated has a row in the tables."""
     name = "cache_seqlens" if call.rotary_seqlens is None else "rotary_seqlens"
     base = call.before if call.rotary_seqlens is None else call.rotary_seqlens
-    starts = call.cu_seqlens_q, call.cu_seqlens_k
-    if call.cos is None or not all(x is None or knows_values(x) for x in (base, *starts)):
+    starts = call.cu_seqlens_q, call.cu_seqlens_k_new
+    if call.rotary_cos is None or not all(x is None or knows_values(x) for x in (base, *starts)):
         return
     counts = [x.shape[1] if n is None else n.diff() for x, n in zip((call.q, call.k), starts)]
     queries, keys = (torch.zeros_like(base) + n for n in counts)
     rows = torch.maximum(queries.clamp(max=1) if call.is_at_first else queries, keys)
-    positions = call.cos.shape[0]
+    positions = call.rotary_cos.shape[0]
     if bool(((rows > 0) & ((base < 0) | (base + rows > positions))).any()):
         raise ArgumentError(
             f"{name}={base.tolist()} with {rows.tolist()} rows to rotate, and rotary_cos has "
@@ -132,3 +134,36 @@ def without_padding(cached: Cached, rows: Tensor | None, leftpad: Tensor) -> Cac
     table = rows * seqlen + leftpad.unsqueeze(1) + positions
     extras = cached.extras._replace(seqused_k=used - leftpad)
     return by_rows(cached)._replace(page_table=table, extras=extras)
+
+
+def attend_traced(call: AppendedCall, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """`out` and `lse` of a call by its operator, once its shapes are checked."""
+    check_call(call.append._replace(seqused_k=call.before, rotary=None))
+    arguments["is_invariant"] = invariance.is_on
+    for name, row_scales in append_ops.SCALES.items():
+        if by_row(arguments[name]):
+            arguments[row_scales] = arguments.pop(name)
+    attend = torch.ops.tilewise.flash_attn_with_kvcache
+    fresh, lse = attend(**{name: arguments.get(name) for name in NAMES})
+    return fresh if call.out is None else call.out, lse
+
+
+def _kernel(args: tuple) -> tuple[Tensor, Tensor]:
+    values = {CALLERS.get(name, name): x for name, x in zip(NAMES, args) if x is not None}
+    values["window_size"] = tuple(values["window_size"])
+    is_on = values.pop("is_invariant")  # in a saved program perhaps not as it is here
+    is_same = is_on == invariance.is_on
+    with contextlib.nullcontext() if is_same else invariance.batch_invariant(is_on):
+        out, lse = function(**values, return_softmax_lse=True, scheduler_metadata="operator")
+    return out.new_empty(0) if "out" in values else out, lse
+
+
+def _fake(args: tuple) -> tuple[Tensor, Tensor]:
+    q, k_cache, v_cache, out = args[:4]
+    fresh, lse = empty_outputs(Cached(q, k_cache, v=v_cache), out=out)
+    return fresh if out is None else q.new_empty(0), lse
+
+
+operator("flash_attn_with_kvcache", schema=WITH_NEW_KEYS, kernel=_kernel, fake=_fake)
+NAMES = [x.name for x in torch.ops.tilewise.flash_attn_with_kvcache.default._schema.arguments]
+CALLERS = {row_scales: name for name, row_scales in append_ops.SCALES.items()}

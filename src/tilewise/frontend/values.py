@@ -103,7 +103,7 @@ def check_reach(
     read: int | Tensor | None = None,
 ) -> None:
     """Checks that every key in use has a slot, in an existing page: `least` are the fewest keys of
-    each sequence, and `read` is how many of its last ones are read, None for all.
+    each sequence, new ones, and `read` is how many of its last ones are read, None for all.
     """
     tensors = [x for x in (seqused_k, page_table) if x is not None]
     if not tensors or not all(map(knows_values, tensors)):
@@ -139,6 +139,17 @@ def check_reach(
             f"the {lengths[row]} keys in use reach: it must be at least 0 and below the number of "
             f"pages, {k.shape[0]}"
         )
+    if least is not None:
+        size, first = k.shape[1], used - torch.tensor(least, device=entry.device).unsqueeze(1)
+        rows = [page_table * size + (n - entry * size).clamp(0, size) for n in (first, used)]
+        starts, order = rows[0][rows[0] < rows[1]].sort()
+        is_twice = starts[1:] < rows[1][rows[0] < rows[1]][order][:-1]
+        if bool(is_twice.any()):
+            slot = int(starts[1:][is_twice][0])
+            raise ArgumentError(
+                f"{words.page_table} has new keys write row {slot % size} of page {slot // size} "
+                "twice: give each sequence rows of its own for new keys"
+            )
 
 
 def check_places(new: Append) -> None:

@@ -90,7 +90,7 @@ def may_prepare(call: AppendedCall) -> bool:
         return False
     if q.itemsize > 4 or q.device != call.k.device or q.shape[-1] != call.k.shape[-1]:
         return False
-    counts = [x for x in (before, call.rotary_seqlens, call.leftpad) if x is not None]
+    counts = [x for x in (before, call.rotary_seqlens, call.cache_leftpad) if x is not None]
     kinds = {(x.dtype, x.device) for x in (*counts, starts) if x is not None}
     if kinds != {(torch.int32, q.device)} or any(x.shape != before.shape for x in counts):
         return False

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+from ..features import FLOATS
 from .schema import FORWARD, LIBRARY
 
 Tensor = torch.Tensor
+CAST = FLOATS[:3]  # but fp64
 
 
 def is_any_autocast_on() -> bool:
@@ -14,17 +18,16 @@ def is_any_autocast_on() -> bool:
     return torch._C._is_any_autocast_enabled()
 
 
-def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v in the autocast dtype where autocast is on (fp64 stays, as in torch)."""
+def autocast(q: Tensor, k: Any, v: Any, cache: Tensor | None = None) -> tuple[Tensor, Any, Any]:
+    """q, k and v in the autocast dtype where autocast is on (fp64 stays, as in torch), and their
+    cache, which is not cast, has that dtype.
+    """
     device = q.device.type
     if device not in ("cpu", "cuda") and not torch.amp.is_autocast_available(device):
         return q, k, v  # torch raises where a device, meta among them, knows no autocast
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        q, k, v = (
-            t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t
-            for t in (q, k, v)
-        )
+    dtype = torch.get_autocast_dtype(device)
+    if torch.is_autocast_enabled(device) and (cache is None or cache.dtype == dtype):
+        q, k, v = (t.to(dtype) if getattr(t, "dtype", 0) in CAST else t for t in (q, k, v))
     return q, k, v
 
 

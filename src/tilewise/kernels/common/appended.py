@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -55,7 +55,7 @@ class Append(NamedTuple):
 
 class AppendedCall(NamedTuple):
     """A call with a KV cache that appends new keys first: the tensors of its decode step, `out`,
-    the other tensors, and how heads are rotated.
+    the other tensors, and how heads are rotated, as `flash_attn_with_kvcache` names them.
     """
 
     q: Tensor
@@ -65,19 +65,19 @@ class AppendedCall(NamedTuple):
     before: Tensor  # int32 (batch,), the keys of each sequence without the new ones
     cu_seqlens_q: Tensor | None
     alibi_slopes: Tensor | None
-    sinks: Tensor | None
+    learnable_sink: Tensor | None
     k_descale: Tensor | None
     v_descale: Tensor | None
     out: Tensor | None
     k: Tensor
     v: Tensor
-    cos: Tensor | None
-    sin: Tensor | None
-    cu_seqlens_k: Tensor | None
+    rotary_cos: Tensor | None
+    rotary_sin: Tensor | None
+    cu_seqlens_k_new: Tensor | None
     rotary_seqlens: Tensor | None  # int32 (batch,): rotary positions count from these
     rows: Tensor | None  # int32 (batch, 1), of the cache
-    leftpad: Tensor | None  # int32 (batch,), the first row of each sequence
-    is_interleaved: bool
+    cache_leftpad: Tensor | None  # int32 (batch,), the first row of each sequence
+    rotary_interleaved: bool
     is_at_first: bool  # all queries of a sequence are at its first position
 
     @property
@@ -88,26 +88,17 @@ class AppendedCall(NamedTuple):
     @property
     def rotary(self) -> Rotary | None:
         """The tables of q and k."""
-        if self.cos is None or self.sin is None:
+        if self.rotary_cos is None or self.rotary_sin is None:
             return None
-        return Rotary(self.cos, self.sin, self.is_interleaved)
+        return Rotary(self.rotary_cos, self.rotary_sin, self.rotary_interleaved)
 
     @property
     def append(self) -> Append:
         """Its append, without lengths."""
-        return Append(
-            k_cache=self.k_cache,
-            v_cache=self.v_cache,
-            k=self.k,
-            v=self.v,
-            page_table=self.page_table,
-            seqused_k=None,
-            cu_seqlens_q=self.cu_seqlens_k,
-            slots=None,
-            rotary=self.rotary,
-            k_descale=self.k_descale,
-            v_descale=self.v_descale,
-        )
+        values: dict[str, Any] = dict(page_table=self.page_table, rotary=self.rotary)
+        values |= dict(cu_seqlens_q=self.cu_seqlens_k_new, seqused_k=None, slots=None)
+        values = self._asdict() | values
+        return Append(**{name: values[name] for name in Append._fields})
 
 
 TENSORS = 19  # of an `AppendedCall`

@@ -45,15 +45,15 @@ class NewKeys(NamedTuple):
 class Prologue(NamedTuple):
     """What is written for the attention that follows, contiguous, and what it is made of."""
 
-    q: Strided | None  # or None: it is not rotated
-    rotated: Strided | None
-    cu_seqlens_q: Any  # int32 (batch + 1,), or None
-    total_q: int
-    seqlen_q: int
-    used: Any  # int32 (batch,), written
-    leftpad: Any  # int32 (batch,), or None
-    rows: Any  # int32 (batch,), the row of the cache of each padded sequence, or None
-    table: Any  # int32 (batch, seqlen_k), written: pages of one row of padded sequences; or None
+    q: Strided | None = None  # or None: it is not rotated
+    rotated: Strided | None = None
+    cu_seqlens_q: Any = None  # int32 (batch + 1,), or None
+    total_q: int = 0
+    seqlen_q: int = 0
+    used: Any = None  # int32 (batch,), written
+    leftpad: Any = None  # int32 (batch,)
+    rows: Any = None  # int32 (batch,), the row of the cache of each padded sequence
+    table: Any = None  # int32 (batch, seqlen_k), written: pages of one row of padded sequences
 
 
 class Widths(NamedTuple):

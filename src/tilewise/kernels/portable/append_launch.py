@@ -86,7 +86,7 @@ def parts_of(call: AppendedCall) -> dict[str, Tensor]:
     shapes = {"used": (tuple(call.before.shape), torch.int32)}
     if rotated_dims(call.append):
         shapes["rotated"] = tuple(q.shape), q.dtype
-    if call.leftpad is not None:
+    if call.cache_leftpad is not None:
         shapes["padded_table"] = (batch, call.k_cache.shape[1]), torch.int32
     sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in shapes.values()]
     starts = list(itertools.accumulate((-(-n // ALIGNMENT) * ALIGNMENT for n in sizes), initial=0))
@@ -99,19 +99,10 @@ def parts_of(call: AppendedCall) -> dict[str, Tensor]:
 
 def prologue_of(call: AppendedCall, parts: dict[str, Any]) -> Prologue:
     """The kernel's arguments for what attention reads."""
-    leftpad, rows = map(contiguous_of, (call.leftpad, call.rows))
+    leftpad, rows = map(contiguous_of, (call.cache_leftpad, call.rows))
     rotated = parts.get("rotated")
-    prologue = Prologue(
-        q=None,
-        rotated=None,
-        cu_seqlens_q=None,
-        total_q=0,
-        seqlen_q=0,
-        used=parts["used"],
-        leftpad=leftpad,
-        rows=None if leftpad is None else rows,
-        table=parts.get("padded_table"),
-    )
+    prologue = Prologue(used=parts["used"], leftpad=leftpad, table=parts.get("padded_table"))
+    prologue = prologue._replace(rows=None if leftpad is None else rows)
     if rotated is None:
         return prologue
     return prologue._replace(
