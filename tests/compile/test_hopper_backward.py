@@ -1,10 +1,12 @@
 """The Hopper backward compiles for sm_90: fits, has wgmma, keeps its registers."""
 
 import itertools
+import re
 
 import pytest
 import torch
 import triton
+from helpers.sass import innermost_loops
 from helpers.tiers import sample, sample_rows
 
 from tilewise import mods
@@ -138,7 +140,8 @@ def compiled_stats(*headdims, most=None, **features):
     for name in ("bwd_delta_kernel", "hopper_bwd_dq_kernel"):
         if name in launches:
             edge = launches[name]._replace(options=dict(num_warps=8))
-            assert stats(build_launch(edge, "sm90"))["spill_stores"] == 0
+            # 8 bytes of delta at headdim 72, once a tile
+            assert stats(build_launch(edge, "sm90"))["spill_stores"] <= 8
     if not tile.HAS_DQ:
         of_queries = stats(build_launch(launches["hopper_bwd_query_kernel"], "sm90"))
         assert of_queries["smem"] <= SMEM_LIMIT["sm90"] and of_queries["HGMMA"] == 72, of_queries
@@ -251,10 +254,26 @@ def test_used_keys(headdim, causal):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "headdims", [(72, 72), (136, 40), (192, 192), (64, 256), (40, 40), (100, 33)], ids=str
+    "headdims",
+    [(72, 72), (136, 40), (192, 192), (64, 256), (40, 40), (100, 33), (96, 128), (32, 32)],
+    ids=str,
 )
 def test_padded_headdims(headdims):
     compiled_stats(*headdims)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "headdim, columns", [(96, [1792, 2048]), (128, [2560, 2560]), (32, [1280, 1280])]
+)
+def test_products_end_with_the_columns(headdim, columns):
+    """S and dP take a step of the tensor cores for 16 of them, dK, dV and dQ have no others: of
+    headdim 96 the first warpgroup computes 64 of dQ and the second one 32.
+    """
+    kernel = build_launch(launches_of(headdim)["hopper_bwd_kernel"], "sm90")
+    loops = ["\n".join(loop) for loop in innermost_loops(kernel, "HGMMA")]
+    found = [sum(map(int, re.findall(r"HGMMA\.64x(\d+)x16", loop))) for loop in loops]
+    assert sorted(found)[-2:] == columns  # of blocks; what is out of line looks like a loop
 
 
 @pytest.mark.slow

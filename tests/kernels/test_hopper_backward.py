@@ -41,6 +41,9 @@ VARIANTS = {
         "k", Sizes(1, 200, 330, 2, 2, 192, 128), Features(window=(90, 20), alibi="heads")
     ),
     "band": Case("l", Sizes(1, 330, 200, 2, 2, 100), Features(window=(70, 30), lse_grad=True)),
+    "two-pieces": Case("m", Sizes(1, 200, 313, 4, 2, 96), Features(causal=True)),
+    "two-pieces-window": Case("n", Sizes(1, 330, 200, 2, 2, 72, 40), Features(window=(70, 30))),
+    "narrow-tall": Case("o", Sizes(1, 140, 300, 2, 2, 20, 32), Features(lse_grad=True)),
     "wide-values": Case("h", Sizes(1, 100, 90, 2, 2, 64, 256), Features(window=(30, 10))),
 }
 
@@ -262,7 +265,7 @@ def test_same_bits_1000_times(headdim):
 
 @pytest.mark.gpu
 @needs_hopper
-@pytest.mark.parametrize(("headdim", "nheads_k"), [(64, 2), (128, 4), (192, 4), (256, 4)])
+@pytest.mark.parametrize(("headdim", "nheads_k"), [(64, 2), (96, 4), (128, 4), (192, 4), (256, 4)])
 def test_dq_is_converted_when_all_its_tiles_have_added(headdim, nheads_k):
     """While another stream occupies SMs, in memory that held NaN."""
     torch.manual_seed(0)
@@ -370,7 +373,7 @@ def test_default_on_hopper(causal, headdims):
 @pytest.mark.gpu
 @needs_hopper
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("headdim", [64, 128, 192, 256])
+@pytest.mark.parametrize("headdim", [64, 96, 128, 192, 256])
 def test_peak_memory(headdim, deterministic):
     """Besides the gradients: dQ in fp32, two floats a query, 8 bytes of semaphores or counts a
     128 queries.

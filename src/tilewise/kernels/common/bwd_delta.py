@@ -122,8 +122,8 @@ def bwd_delta_kernel(
             minus_delta *= 1.0 / accumulated.delta_unit
         tl.store(row + accumulated.padded + q_idx, minus_delta)
         if dq_semaphore is not None:  # int32, two a tile
-            # A tile has a power of two of columns: 192 are three of 64
-            GROUPS: tl.constexpr = 3 if TILE.BLOCK_D == 192 else 1
+            # A tile has a power of two of columns: 96 and 192 are three groups
+            GROUPS: tl.constexpr = 3 if TILE.BLOCK_D % 3 == 0 else 1
             BLOCK_D: tl.constexpr = TILE.BLOCK_D // GROUPS
             cells = tl.arange(0, BLOCK_M)[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
             zeros = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)

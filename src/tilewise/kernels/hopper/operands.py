@@ -2,9 +2,9 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from .layouts import first_slice, left_operand, row_of
+from .layouts import accumulator, first_slice, left_operand, row_of
 
 
 @gluon.jit
@@ -73,3 +73,54 @@ def multiply_rows(
         return multiply_rows(left, right, sum, True, COLUMNS - WIDTH, START + WIDTH)
     else:
         return sum
+
+
+@gluon.jit
+def no_columns(COLUMNS: gl.constexpr):
+    """(64, COLUMNS) zeros, in pieces: an accumulator has a power of two of columns."""
+    WIDTH: gl.constexpr = first_slice(COLUMNS)
+    zeros = gl.zeros([64, WIDTH], gl.float32, accumulator(WIDTH))
+    if COLUMNS > WIDTH:
+        return (zeros,) + no_columns(COLUMNS - WIDTH)
+    else:
+        return (zeros,)
+
+
+@gluon.jit
+def multiply_columns(left, right, pieces, START: gl.constexpr = 0):
+    """Starts `pieces` + left right, of a tile in registers and one in shared memory, over the
+    columns that the pieces have.
+    """
+    WIDTH: gl.constexpr = pieces[0].shape[1]
+    columns = right.slice(START, WIDTH, 1) if WIDTH < right.shape[1] else right
+    left_piece = operand(left, accumulator(WIDTH))
+    sum = warpgroup_mma(left_piece, columns, pieces[0], is_async=True)
+    if len(pieces) > 1:
+        return (sum,) + multiply_columns(left, right, pieces=pieces[1:], START=START + WIDTH)
+    else:
+        return (sum,)
+
+
+@gluon.jit
+def wait_for_columns(pending, PENDING: gl.constexpr = 0):
+    """The pieces of a product, once all but PENDING wgmma are done."""
+    if len(pending) > 1:
+        return warpgroup_mma_wait(PENDING, deps=pending)
+    else:
+        return (warpgroup_mma_wait(PENDING, deps=pending),)
+
+
+@gluon.jit
+def joined(pieces, COLUMNS: gl.constexpr):
+    """The pieces of an accumulator side by side, and zeros up to COLUMNS: nothing moves."""
+    HALF: gl.constexpr = COLUMNS // 2
+    WIDTH: gl.constexpr = pieces[0].shape[1]
+    if WIDTH == COLUMNS:
+        return pieces[0]
+    else:
+        left = joined(pieces, HALF)
+        right = gl.zeros([64, HALF], gl.float32, accumulator(HALF))
+        if WIDTH == HALF and len(pieces) > 1:
+            right = joined(pieces[1:], HALF)
+        whole = gl.join(left, right).permute(0, 2, 1).reshape([64, COLUMNS])
+        return gl.convert_layout(whole, accumulator(COLUMNS))

@@ -24,7 +24,7 @@ def hopper_bwd_dq_kernel(
     IS_EARLY: tl.constexpr,
 ):
     ROWS: tl.constexpr = TILE.BLOCK_M
-    GROUPS: tl.constexpr = 3 if TILE.BLOCK_D == 192 else 1  # of columns, as mma_192.py adds them
+    GROUPS: tl.constexpr = 3 if TILE.BLOCK_D % 3 == 0 else 1  # of columns: 96 or 192
     BLOCK_D: tl.constexpr = TILE.BLOCK_D // GROUPS
     # The last heads first, of which most is still in the L2 cache (H100, sustained, 512 and 1Ki:
     # together with the same in `bwd_delta_kernel` 0.4 to 1.5 %)

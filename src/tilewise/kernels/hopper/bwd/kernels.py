@@ -25,7 +25,7 @@ from .bias_pairs import target_of
 from .dq import hopper_bwd_dq_kernel
 from .kernel import hopper_bwd_kernel
 from .mma_dq import hopper_bwd_query_kernel
-from .plan import ROWS, padded_blocks, plan_for
+from .plan import ROWS, columns_of_dq, padded_blocks, plan_for
 from .queue import programs_beside_dq, queue_of, queue_of_queries
 
 
@@ -60,13 +60,15 @@ class Kernels:
         self.shared = dict(optionals=self.optionals, sizes=self.sizes, numbers=self.numbers)
         tile, m_blocks = self.plan.tile, padded_blocks(problem, self.sizes)
         # Of the kernels around it
-        self.rows = Tile(ROWS, tile.BLOCK_N, tile.BLOCK_D, tile.BLOCK_DV, False)
-        self.blocks = self.rows._replace(BLOCK_M=64, BLOCK_N=64)  # no larger than a block mask's
+        columns = columns_of_dq(problem, tile)
+        self.rows = Tile(ROWS, tile.BLOCK_N, columns, BLOCK_DV=tile.BLOCK_DV, DESCRIPTORS=False)
+        # No larger than a block mask's
+        self.blocks = self.rows._replace(BLOCK_M=64, BLOCK_N=64, BLOCK_D=tile.BLOCK_D)
         heads = tuple(lse.shape[:2])
         self.padded, self.tiles = m_blocks * ROWS, heads[0] * heads[1] * m_blocks
         self.dq = self.semaphore = None
         if self.has_dq:
-            self.dq = work.add("accumulated", (*heads, self.padded, tile.BLOCK_D))
+            self.dq = work.add("accumulated", (*heads, self.padded, columns))
             self.semaphore = work.add("dq_semaphore", (*heads, m_blocks, 2), torch.int32)
         self.stats = work.add("stats", (*heads, 2, self.padded))
         self.delta = self.lost = self.parts = self.ds = None

@@ -8,6 +8,9 @@ left operand. dQ sums over all keys of the tile: dS passes through shared memory
 computes half of dQ. It does so one block later, when the other's dS has been written: the two
 warpgroups need not be in step, and one uses CUDA cores while the other uses tensor cores.
 
+A head of 65 to 96 columns has sums of 96, dK and dV in pieces of 64 and 32 columns and dQ of 64 in
+one warpgroup and 32 in the other.
+
 Of a thread's 240 registers dK and dV take 128 at headdim 128, and the tiles of a block up to 80:
 addresses and counters share the rest. So the code derives stages and phases from a step counter
 instead of keeping pipeline states.
@@ -21,7 +24,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
@@ -31,7 +33,8 @@ from ....tile.score import load_slope
 from ....tile.seqlen import modifiers_of
 from ....tile.types import Lengths, Sequence
 from ..hide import hide
-from ..layouts import accumulator, by_register, column_of, left_operand, row_of
+from ..layouts import accumulator, by_register, column_of, row_of, used_columns, wider_half
+from ..operands import joined, multiply_columns, multiply_rows, no_columns, wait_for_columns
 from ..pipeline import PipelineState, advance, release, start, state_of, wait_full
 from ..work import END
 from .bias import read_bias, score_with
@@ -59,10 +62,8 @@ def grad_partition(
     WG: gl.constexpr, rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.constexpr
 ):
     M: gl.constexpr = TILE.BLOCK_M
-    D: gl.constexpr = TILE.BLOCK_D
-    DV: gl.constexpr = TILE.BLOCK_DV
-    K_LAYOUT: gl.constexpr = accumulator(D)
-    V_LAYOUT: gl.constexpr = accumulator(DV)
+    D: gl.constexpr = used_columns(FEATURES.HEADDIM, TILE.BLOCK_D)
+    DV: gl.constexpr = used_columns(FEATURES.HEADDIM_V, TILE.BLOCK_DV)
     dtype: gl.constexpr = rings.keys.k.dtype
     keys = rings.keys
     queries = rings.queries
@@ -80,8 +81,8 @@ def grad_partition(
     last_ds_state = PipelineState(ds_state.stage + 2, ds_state.phase)
     work = receive_tile(rings.messages, tiles, TILE=TILE)
     while work.start != END:
-        dk = gl.zeros([64, D], gl.float32, K_LAYOUT)  # (64, BLOCK_D), before the factor scale
-        dv = gl.zeros([64, DV], gl.float32, V_LAYOUT)
+        dk = no_columns(D)  # (64, D) in pieces, before the factor scale
+        dv = no_columns(DV)
         blocks = count_blocks(work, FEATURES)
         block = first_block(work, FEATURES)
         is_seen = blocks > 0 if TILE.RAGGED or FEATURES.MASK_M > 0 else True
@@ -98,13 +99,13 @@ def grad_partition(
         # S^T = K Q^T: (64, BLOCK_M); the first overlaps with nothing
         wait_full(queries, state_of(step), pred=is_seen)
         minus_lse = load_row(queries.minus_lse, step, like=no_scores)
-        pending_s = multiply_queries(keys, WG, queries, step, minus_lse, no_scores, TILE)
+        pending_s = multiply_queries(keys, WG, queries, step, minus_lse, no_scores, D, TILE)
         s = warpgroup_mma_wait(0, deps=[pending_s])
         for i in range(stop - begin):
             # dP^T = V dO^T - delta, while P is recomputed
             minus_delta = load_row(queries.minus_delta, step, like=no_scores)
             left = half_of(keys.v, WG, step=step)
-            pending_dp = multiply_values(left, queries, step, minus_delta, no_scores)
+            pending_dp = multiply_values(left, queries, step, minus_delta, no_scores, COLUMNS=DV)
             k_start = work.start + WG * 64
             visited = block_at(block, queries.metadata, step=step, TILE=TILE)
             bias = read_bias(rings.bias, WG, step=step, TILE=TILE)
@@ -115,8 +116,7 @@ def grad_partition(
             )
             dp = warpgroup_mma_wait(0, deps=[pending_dp])
             # dV += P^T dO, while dS is made
-            left = gl.convert_layout(tile.operand, left_operand(V_LAYOUT))
-            pending_dv = warpgroup_mma(left, queries.do.index(step & 1), dv, is_async=True)
+            pending_dv = multiply_columns(tile.operand, queries.do.index(step & 1), pieces=dv)
             ds = grad_scores(tile, dp, queries=queries, step=step, FEATURES=FEATURES).to(dtype)
             wait_full(score_buffers, last_ds_state, pred=i + begin > 0)
             share_scores(score_buffers.ds, ds_state.stage, WG=WG, ds=ds, TILE=TILE)
@@ -125,26 +125,25 @@ def grad_partition(
             write_scores(outputs.dbias, score_buffers.ds, ds_state.stage, WG, work, visited, TILE)
             # dQ of the block before and dK += dS^T Q, then the next block's S^T. Before the first
             # block and after the last one, from what lies there, and not used
-            dv = warpgroup_mma_wait(0, deps=[pending_dv])
+            dv = wait_for_columns(pending_dv)
             goes_on = i + begin + 1 < stop
             if TILE.LSE_FIRST:
                 wait_full(queries, state_of(step + 1), pred=goes_on)
                 minus_lse = load_row(queries.minus_lse, step + 1, like=no_scores)
-            pending_dq = multiply_keys(score_buffers, last_ds_state, keys, step, WG, TILE)
-            left = gl.convert_layout(ds, left_operand(K_LAYOUT))
-            pending_dk = warpgroup_mma(left, queries.q.index(step & 1), dk, is_async=True)
+            pending_dq = multiply_keys(score_buffers, last_ds_state, keys, step, D, WG, TILE)
+            pending_dk = multiply_columns(ds, queries.q.index(step & 1), pieces=dk)
             # The atomics overlap with dK, whose left operand is in registers. S^T reads both of its
             # operands from shared memory, by the path that atomics take: overlapped with it they
             # cost 2 to 6 %
-            dq = warpgroup_mma_wait(1, deps=[pending_dq])
+            dq = warpgroup_mma_wait(len(pending_dk), deps=[pending_dq])
             if not TILE.LSE_FIRST:
                 # Not behind the atomics: what a thread compares would go into a register of their
                 # addresses, which are free 270 cycles later (packed, headdim 64: 5 to 7 %)
                 wait_full(queries, state_of(step + 1), pred=goes_on)
             if i + begin > 0:
                 add_dq_in_order(dq, outputs, rings, work, block, step, WG, call, FEATURES, TILE)
-            pending_s = multiply_queries(keys, WG, queries, step + 1, minus_lse, no_scores, TILE)
-            dk = warpgroup_mma_wait(1, deps=[pending_dk])
+            pending_s = multiply_queries(keys, WG, queries, step + 1, minus_lse, no_scores, D, TILE)
+            dk = wait_for_columns(pending_dk, PENDING=len(dk))
             release(queries, state_of(step))
             last_ds_state = ds_state
             ds_state = advance(ds_state, 3)
@@ -158,18 +157,19 @@ def grad_partition(
             if stop < blocks:
                 dq_state, last_ds_state = last_ds_state, ds_state
                 ds_state, next_step = pass_block(rings, ds_state, step=step, WG=WG, TILE=TILE)
-                pending_dq = multiply_keys(score_buffers, dq_state, keys, step, WG, TILE)
+                pending_dq = multiply_keys(score_buffers, dq_state, keys, step, D, WG, TILE)
                 dq = warpgroup_mma_wait(0, deps=[pending_dq])
                 add_dq_in_order(dq, outputs, rings, work, block, step, WG, call, FEATURES, TILE)
                 block, step = block_after(block, work, FEATURES=FEATURES, TILE=TILE), next_step
                 wait_full(score_buffers, last_ds_state)
-        pending_dq = multiply_keys(score_buffers, last_ds_state, keys, step, WG, TILE)
+        pending_dq = multiply_keys(score_buffers, last_ds_state, keys, step, D, WG=WG, TILE=TILE)
         dq = warpgroup_mma_wait(0, deps=[pending_dq])
         if is_seen:
             add_dq_in_order(dq, outputs, rings, work, block, step, WG, call, FEATURES, TILE)
         arrive_tile(rings.add_barriers, tiles, TILE=TILE)
         release(keys, PipelineState(0, 0))
         rows = work.start + WG * 64
+        dk, dv = joined(dk, TILE.BLOCK_D), joined(dv, TILE.BLOCK_DV)
         if FEATURES.DROPOUT:
             dk *= call.numbers.dropout_factor
             dv *= call.numbers.dropout_factor
@@ -205,25 +205,30 @@ def load_row(row, step, like):
 
 @gluon.jit
 def multiply_queries(
-    keys, WG: gl.constexpr, queries, step, minus_lse, no_scores, TILE: gl.constexpr
+    keys,
+    WG: gl.constexpr,
+    queries,
+    step,
+    minus_lse,
+    no_scores,
+    COLUMNS: gl.constexpr,
+    TILE: gl.constexpr,
 ):
     """Starts S^T - lse = K Q^T - lse, lse in units of a raw score: (64, BLOCK_M)."""
     left = half_of(keys.k, WG, step=step)
-    right = queries.q.index(step & 1).permute((1, 0))
-    if TILE.LSE_FIRST:
-        first = minus_lse.broadcast_to(no_scores.shape)
-        return warpgroup_mma(left, right, first, is_async=True)
-    else:
-        return warpgroup_mma(left, right, no_scores, use_acc=False, is_async=True)
+    first = minus_lse.broadcast_to(no_scores.shape) if TILE.LSE_FIRST else no_scores
+    right = queries.q.index(step & 1)
+    return multiply_rows(left, right, first=first, HAS_FIRST=TILE.LSE_FIRST, COLUMNS=COLUMNS)
 
 
 @gluon.jit
-def multiply_values(left, queries, step, minus_delta, no_scores):
+def multiply_values(left, queries, step, minus_delta, no_scores, COLUMNS: gl.constexpr):
     """Starts dP^T - delta = V dO^T - delta: (64, BLOCK_M). The accumulator starts at -delta, which
     saves a subtraction while no wgmma is in flight.
     """
-    right = queries.do.index(step & 1).permute((1, 0))
-    return warpgroup_mma(left, right, minus_delta.broadcast_to(no_scores.shape), is_async=True)
+    first = minus_delta.broadcast_to(no_scores.shape)
+    right = queries.do.index(step & 1)
+    return multiply_rows(left, right, first=first, HAS_FIRST=True, COLUMNS=COLUMNS)
 
 
 @gluon.jit
@@ -236,10 +241,12 @@ def grad_scores(tile, dp, queries, step, FEATURES: gl.constexpr):
 
 
 @gluon.jit
-def multiply_keys(buffers, state, keys, step, WG: gl.constexpr, TILE: gl.constexpr):
+def multiply_keys(
+    buffers, state, keys, step, COLUMNS: gl.constexpr, WG: gl.constexpr, TILE: gl.constexpr
+):
     """Starts the warpgroup's half of dQ = dS K."""
     k_smem = only_stage(keys.k, step)
-    return multiply_scores(buffers.ds, state.stage, k_smem, WG=WG, TILE=TILE)
+    return multiply_scores(buffers.ds, state.stage, k_smem, COLUMNS=COLUMNS, WG=WG, TILE=TILE)
 
 
 @gluon.jit
@@ -255,10 +262,11 @@ def add_dq_in_order(
     FEATURES: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Adds the warpgroup's half of the previous block's dQ, in order where that is ordered."""
+    """Adds the warpgroup's part of the previous block's dQ, in order where that is ordered."""
+    COLUMNS: gl.constexpr = TILE.BLOCK_M // 64 * used_columns(FEATURES.HEADDIM, TILE.BLOCK_D)
     before = block_behind(block, rings.queries.metadata, step, work, FEATURES, TILE)
     wait_to_add(rings.add_barriers, step - 1, TILE=TILE)
-    add_dq(dq, outputs, work, before, WG, 2, call, FEATURES, TILE)
+    add_dq(dq, outputs, work, before, WG * wider_half(COLUMNS), COLUMNS, call, FEATURES, TILE)
     arrive_added(rings.add_barriers, step - 1, TILE=TILE)
 
 
@@ -268,22 +276,21 @@ def add_dq(
     outputs,
     work,
     block,
-    PART: gl.constexpr,
-    PARTS: gl.constexpr,
+    FIRST: gl.constexpr,
+    COLUMNS: gl.constexpr,
     call,
     FEATURES: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Adds one part of a block's dQ to the accumulator in memory, in the order of its registers: 16
-    bytes a thread, 512 neighbours a warp.
+    """Adds a part of a block's dQ, which begins with the FIRST of its COLUMNS of 64 rows, to the
+    accumulator in memory, in the order of its registers: 16 bytes a thread, 512 neighbours a warp.
 
     There is no wait, and no use of shared memory, whose bandwidth the matmuls need: through shared
     memory and TMA's reduce-add headdim 64 was 4 to 6 % slower.
     """
-    C: gl.constexpr = dq.shape[1]
     x = in_register_order(dq)
-    part = block_index(block, work, call=call, FEATURES=FEATURES, TILE=TILE) * PARTS + PART
-    cells = outputs.dq + part * (64 * C) + gl.arange(0, 64 * C, x.type.layout)
+    first = block_index(block, work, call=call, FEATURES=FEATURES, TILE=TILE) * COLUMNS + FIRST
+    cells = outputs.dq + first * 64 + gl.arange(0, x.shape[0], x.type.layout)
     gl.atomic_add(cells, x, sem="relaxed")
 
 

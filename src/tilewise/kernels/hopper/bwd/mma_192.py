@@ -217,14 +217,15 @@ def add_groups(
     TILE: gl.constexpr,
 ):
     """Adds a group of columns of the previous block's dQ, in every second block also the third."""
+    D: gl.constexpr = TILE.BLOCK_D
     before = block_behind(visit.block, rings.queries.metadata, visit.step, work, FEATURES, TILE)
     if visit.has_before:
         wait_to_add(rings.add_barriers, visit.step - 1, TILE=TILE)
-        add_dq(dq, outputs, work, before, WG, GROUPS, call, FEATURES, TILE)
+        add_dq(dq, outputs, work, before, WG * COLUMNS, D, call, FEATURES, TILE)
     if (visit.step & 1) == WG:
         dq = warpgroup_mma_wait(0, deps=[multiply_group(visit, 2, rings, step=visit.step + 1)])
         if visit.has_before:
-            add_dq(dq, outputs, work, before, 2, GROUPS, call, FEATURES, TILE)
+            add_dq(dq, outputs, work, before, 2 * COLUMNS, D, call, FEATURES, TILE)
     if visit.has_before:
         arrive_added(rings.add_barriers, visit.step - 1, TILE=TILE)
 

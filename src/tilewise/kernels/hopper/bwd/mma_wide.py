@@ -85,7 +85,7 @@ def value_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.const
                 dq = warpgroup_mma_wait(1, deps=[pending_dq])
                 if i > 0:
                     wait_to_add(rings.add_barriers, step - 1, TILE=TILE)
-                    add_dq(dq, outputs, work, before, 0, 4, call, FEATURES, TILE)
+                    add_dq(dq, outputs, work, before, 0, D, call, FEATURES, TILE)
                 pending_dq = multiply_keys(rings, step - 1, step, no_dq, 1)
                 dv, dq = warpgroup_mma_wait(0, deps=[pending_dv, pending_dq])
             else:
@@ -94,7 +94,7 @@ def value_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.const
             # Before S^T starts: its operands come from shared memory, by the path of atomics
             if TILE.HAS_DQ:
                 if i > 0:
-                    add_dq(dq, outputs, work, before, 1, 4, call, FEATURES, TILE)
+                    add_dq(dq, outputs, work, before, D // 4, D, call, FEATURES, TILE)
                     arrive_added(rings.add_barriers, step - 1, TILE=TILE)
             wait_full(queries, state_of(step + 1), pred=i + 1 < blocks)
             k_smem = only_stage(rings.keys.k, step)
@@ -110,7 +110,7 @@ def value_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.const
                 for part in gl.static_range(2):
                     pending_dq = multiply_keys(rings, step - 1, step, no_dq, part)
                     dq = warpgroup_mma_wait(0, deps=[pending_dq])
-                    add_dq(dq, outputs, work, before, part, 4, call, FEATURES, TILE)
+                    add_dq(dq, outputs, work, before, part * D // 4, D, call, FEATURES, TILE)
                 arrive_added(rings.add_barriers, step - 1, TILE=TILE)
         arrive_tile(rings.add_barriers, tiles, TILE=TILE)
         if FEATURES.DROPOUT:
@@ -173,7 +173,7 @@ def key_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.constex
                     before = block_behind(block, queries.metadata, step, work, FEATURES, TILE)
                     if LAST_PART == 2:
                         wait_to_add(rings.add_barriers, step - 1, TILE=TILE)
-                    add_dq(dq, outputs, work, before, LAST_PART, 4, call, FEATURES, TILE)
+                    add_dq(dq, outputs, work, before, LAST_PART * D // 4, D, call, FEATURES, TILE)
                     arrive_added(rings.add_barriers, step - 1, TILE=TILE)
             if LAST_PART == 3 and TILE.HAS_DQ:
                 pending_dq = multiply_keys(rings, step, step, no_dq, 2)
@@ -183,7 +183,7 @@ def key_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.constex
             release(queries, state_of(step))
             if LAST_PART == 3 and TILE.HAS_DQ:
                 wait_to_add(rings.add_barriers, step, TILE=TILE)
-                add_dq(dq, outputs, work, visited, 2, 4, call, FEATURES, TILE)
+                add_dq(dq, outputs, work, visited, D // 2, D, call, FEATURES, TILE)
             wait_full(queries, state_of(step + 1), pred=i + 1 < blocks)
             v_smem = only_stage(rings.keys.v, step)
             pending_dp = multiply_values(v_smem, queries, step + 1, no_scores, COLUMNS)
@@ -197,7 +197,7 @@ def key_partition(rings, outputs, call, FEATURES: gl.constexpr, TILE: gl.constex
                 before = block_behind(block, queries.metadata, step, work, FEATURES, TILE)
                 if LAST_PART == 2:
                     wait_to_add(rings.add_barriers, step - 1, TILE=TILE)
-                add_dq(dq, outputs, work, before, LAST_PART, 4, call, FEATURES, TILE)
+                add_dq(dq, outputs, work, before, LAST_PART * D // 4, D, call, FEATURES, TILE)
                 arrive_added(rings.add_barriers, step - 1, TILE=TILE)
         arrive_tile(rings.add_barriers, tiles, TILE=TILE)
         if FEATURES.DROPOUT:

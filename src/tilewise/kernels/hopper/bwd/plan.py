@@ -14,7 +14,7 @@ from ...common.arguments import features_of
 from ...common.building import num_sms
 from ..bias_memory import has_tiles
 from ..descriptors import GL_DTYPES, Plan, block_of, in_shared, is_in_steps
-from ..layouts import column_groups
+from ..layouts import column_groups, used_columns
 from .bias_pairs import SUMMED, sums_of, way_of
 from .queue import ROWS, queue_of_queries
 
@@ -114,6 +114,12 @@ def plan_for(
     has_dq = not has_own_dq(problem, q)
     plan = plan_of(problem, has_scale, has_tiles(bias, q), bool(way), in_heads, has_dq)
     return plan, sums_of(q, k) if way == SUMMED else None
+
+
+def columns_of_dq(problem: Problem, tile: KeyPipeline) -> int:
+    """The columns of dQ's accumulator: narrow heads add no more of their padding than to 32."""
+    is_narrow = max(tile.BLOCK_D, tile.BLOCK_DV) <= 128
+    return used_columns(problem.headdim, tile.BLOCK_D) if is_narrow else tile.BLOCK_D
 
 
 def padded_blocks(problem: Problem, sizes: Sizes) -> int:

@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma
 
 from ..compat import tma_store
-from ..layouts import accumulator, shared
+from ..layouts import accumulator, shared, wider_half
 from ..pipeline import make_barrier
 
 
@@ -70,15 +70,19 @@ def write_scores(desc, buffers, stage, WG: gl.constexpr, work, block, TILE: gl.c
 
 
 @gluon.jit
-def multiply_scores(buffers, stage, k, WG: gl.constexpr, TILE: gl.constexpr):
-    """Starts dQ = dS K: half of the rows of a tall block, half of the columns of a flat one."""
-    HALF: gl.constexpr = TILE.BLOCK_D // 2
+def multiply_scores(buffers, stage, k, COLUMNS: gl.constexpr, WG: gl.constexpr, TILE: gl.constexpr):
+    """Starts dQ = dS K: half of the rows of a tall block, half of the columns of a flat one, or 64
+    and 32 of 96.
+    """
+    HALF: gl.constexpr = wider_half(COLUMNS)
     if TILE.BLOCK_M == 128:
         left = buffers.index(stage).slice(WG * 64, 64, 1).permute((1, 0))
-        return warpgroup_mma(left, k, no_sums(TILE.BLOCK_D), use_acc=False, is_async=True)
+        right = k if COLUMNS == TILE.BLOCK_D else k.slice(0, COLUMNS, 1)
+        return warpgroup_mma(left, right, no_sums(COLUMNS), use_acc=False, is_async=True)
     else:
-        right = k.slice(WG * HALF, HALF, 1)
-        nothing = no_sums(HALF)
+        WIDTH: gl.constexpr = COLUMNS - HALF if WG == 1 else HALF
+        right = k.slice(WG * HALF, WIDTH, 1)
+        nothing = no_sums(WIDTH)
         if TILE.BIAS_GRAD:
             left, keys = buffers.index(2 * stage), right.slice(0, 64, 0)
             first = warpgroup_mma(left, keys, nothing, use_acc=False, is_async=True)

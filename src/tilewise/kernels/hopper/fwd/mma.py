@@ -17,8 +17,18 @@ from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma,
 from ....tile.seqlen import modifiers_of
 from ....tile.softmax import exponentials
 from ..bias import copied_bias, release_bias
-from ..layouts import accumulator, column_groups, row_of, used_columns
-from ..operands import add_sums, multiply_rows, operand, row_factor, row_sums, whole_sums
+from ..layouts import accumulator, column_groups, computed_columns, row_of, used_columns
+from ..operands import (
+    add_sums,
+    joined,
+    multiply_columns,
+    multiply_rows,
+    no_columns,
+    row_factor,
+    row_sums,
+    wait_for_columns,
+    whole_sums,
+)
 from ..pipeline import advance, parity_of, release_by_threads, start, wait_full
 from ..rescale import THRESHOLD, exponentials_in, in_exponent, lagging_max, rescale, rescale_factors
 from ..row_max import integers_suffice
@@ -65,7 +75,6 @@ def attend_partition(
     DV: gl.constexpr = TILE.BLOCK_DV
     STAGES: gl.constexpr = TILE.STAGES
     S_LAYOUT: gl.constexpr = accumulator(N)
-    O_LAYOUT: gl.constexpr = accumulator(DV)
     UNEVEN: gl.constexpr = is_uneven(TILE.WARPGROUPS, TILE.BLOCK_N, is_banded=FEATURES.RIGHT)
     # Waited for before the exponentials, the next step needs no wait after them; but with two
     # stages it has not landed that early
@@ -117,7 +126,7 @@ def attend_partition(
         wait_full(kv_ring, state, pred=split.blocks > 1)
 
     while work.start != END:
-        acc_o = gl.zeros([64, DV], gl.float32, O_LAYOUT)  # (64, BLOCK_DV)
+        acc_o = no_columns(computed_columns(FEATURES.HEADDIM_V, DV, is_flat=TILE.V_FLAT))
         last_blocks = split.blocks
         if HAS_PARTS:
             last_blocks = gl.where(has_more(parts), 0, last_blocks)
@@ -149,13 +158,13 @@ def attend_partition(
         tile = open_rows(upcoming, rows, call=call, FEATURES=FEATURES, TILE=TILE)
         n_block = key_block(upcoming, 0, call=call, FEATURES=FEATURES, TILE=TILE)
         bias = prefetch_bias(tile, n_block, call=call, FEATURES=FEATURES, TILE=TILE)
-        s = warpgroup_mma_wait(1, deps=[pending_s])
+        s = warpgroup_mma_wait(len(pending_o), deps=[pending_s])
         bias = copied_bias(bias, rings.bias, WG, parity_of(state, STAGES), goes_on, TILE)
         s, m_i = to_scores(
             s, bias, tile, 0, n_block, no_max, None, call, dtype, True, FEATURES, TILE
         )
         release_bias(rings.bias, WG, TILE=TILE)
-        acc_o = warpgroup_mma_wait(0, deps=[pending_o])
+        acc_o = wait_for_columns(pending_o)
         if UNEVEN:
             for _ in range(split.masked):
                 release_by_threads(kv_ring, state)
@@ -168,14 +177,13 @@ def attend_partition(
         begun = softmax_step(p, m_i, alpha, no_sums, tile, n_block, call, dtype, FEATURES, TILE)
         l_i = whole_sums(step.l_i, row_of(S_LAYOUT))
         parity = parity_of(q_state, TILE.Q_STAGES) ^ 1  # of this tile; q_state is the next one's
-        write_tile(acc_o, step.m_i, l_i, work, output, call, parity, WG, FEATURES, TILE)
+        write_tile(joined(acc_o, DV), step.m_i, l_i, work, output, call, parity, WG, FEATURES, TILE)
         step = begun
         work = upcoming
         split = split_blocks(work, WG, call=call, FEATURES=FEATURES, TILE=TILE)
         if EARLY:
             wait_full(kv_ring, state, pred=goes_on & (split.blocks > 1))
-    # TMA still reads the last tile from shared memory
-    tma.store_wait(0)
+    tma.store_wait(0)  # TMA still reads the last tile from shared memory
 
 
 @gluon.jit
@@ -197,13 +205,11 @@ def attend_block(
     """
     N: gl.constexpr = TILE.BLOCK_N
     STAGES: gl.constexpr = TILE.STAGES
-    O_LAYOUT: gl.constexpr = accumulator(TILE.BLOCK_DV)
     MASKED: gl.constexpr = (
         FEATURES.LEFT or FEATURES.RIGHT or FEATURES.ENDS or FEATURES.MASK_MOD is not None
     )
     EARLY: gl.constexpr = STAGES > 2
-    # Rescale factors overlap with P V, before the wait for it; three warpgroups have no registers
-    # for that
+    # Rescale factors overlap with P V, for which three warpgroups have no registers
     PINNED: gl.constexpr = TILE.WARPGROUPS == 2
     # And a quarter of the exponentials (+2 %). With a mask in the loop, or at other headdims, it
     # gains nothing; half of them lose 3 %, as their conversions to P then stand alone
@@ -218,7 +224,7 @@ def attend_block(
     pending_o = multiply_values(step.p, kv_ring, state=state, acc_o=acc_o)
     bias = prefetch_bias(tile, n_block, call=call, FEATURES=FEATURES, TILE=TILE)
     by_integers = integers_suffice(step.m_i, THRESHOLD)  # a vote, before the wait for S
-    s = warpgroup_mma_wait(1, deps=[pending_s])
+    s = warpgroup_mma_wait(len(pending_o), deps=[pending_s])
     bias = copied_bias(bias, rings.bias, WG, parity_of(state, STAGES), True, TILE)
     if TILE.Q_STAGES == 1:
         if i + 1 == query.last_blocks:
@@ -236,14 +242,14 @@ def attend_block(
         s = exponentials_in(s, m_ref, factor, 0, 1, True, FEATURES.NATURAL)
     if EARLY:
         wait_full(kv_ring, advance(state, STAGES), pred=i + 1 < query.blocks)
-    acc_o = warpgroup_mma_wait(0, deps=[pending_o])
+    acc_o = wait_for_columns(pending_o)
     release_by_threads(kv_ring, state)
     state = advance(state, STAGES)
     if not PINNED:
         alpha, grows = rescale_factors(m_before, m_ref, start=query.work.start, PINNED=False)
     # Before the exponentials: behind a branch at their end, no conversion to P would stand
     # beside them (headdim 128 causal, 16Ki: 0.957 of FlashAttention-3, and 0.995)
-    acc_o = rescale(acc_o, row_factor(alpha, O_LAYOUT), row_factor(grows, O_LAYOUT))
+    acc_o = rescale_pieces(acc_o, alpha, grows)
     if QUARTER:
         p = exponentials_in(s, m_ref, factor, 1, 4, False, FEATURES.NATURAL)
     else:
@@ -349,12 +355,22 @@ def multiply_keys(q_tile, kv_ring, state, no_scores, FEATURES: gl.constexpr, TIL
 
 @gluon.jit
 def multiply_values(p, kv_ring, state, acc_o):
-    """Starts O += P V: (64, BLOCK_DV)."""
-    O_LAYOUT: gl.constexpr = acc_o.type.layout
+    """Starts O += P V, of the columns that O has."""
     v = kv_ring.v.index(state.stage)
     if p.dtype == gl.int32:
         p = from_pairs(p, v.dtype)
-    return warpgroup_mma(operand(p, O_LAYOUT), v, acc_o, is_async=True)
+    return multiply_columns(p, v, pieces=acc_o)
+
+
+@gluon.jit
+def rescale_pieces(acc_o, alpha, grows):
+    """The pieces of O times alpha, in warps in which a row grows."""
+    LAYOUT: gl.constexpr = acc_o[0].type.layout
+    piece = rescale(acc_o[0], row_factor(alpha, LAYOUT), row_factor(grows, LAYOUT))
+    if len(acc_o) > 1:
+        return (piece,) + rescale_pieces(acc_o[1:], alpha, grows)
+    else:
+        return (piece,)
 
 
 @gluon.jit
