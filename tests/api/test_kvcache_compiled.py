@@ -106,6 +106,19 @@ def test_a_trace_has_one_operator():
     assert names == ["tilewise.flash_attn_with_kvcache.default"]
 
 
+def test_a_tensor_subclass_is_no_trace():
+    """Its call is the operator's, too, which does not come back to itself."""
+    given = step(has_out=False)
+    copy = {name: x.clone() for name, x in given.items()}
+
+    class Subclass(torch.Tensor):
+        pass
+
+    copy["q"] = copy["q"].as_subclass(Subclass)
+    assert torch.equal(attend(copy), attend(given))
+    assert torch.equal(copy["k_cache"], given["k_cache"])
+
+
 # Rows of a cache that two new keys would take
 
 

@@ -22,7 +22,7 @@ from ..ops.schema import operator
 from ..tile.quantize import by_row
 from ..tile.rotary import Rotary, rotate
 from . import invariance
-from .append import check_call, check_tables
+from .append import check_append, check_call, check_tables
 from .values import knows_values
 
 Tensor = torch.Tensor
@@ -138,7 +138,8 @@ def without_padding(cached: Cached, rows: Tensor | None, leftpad: Tensor) -> Cac
 
 def attend_traced(call: AppendedCall, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """`out` and `lse` of a call by its operator, once its shapes are checked."""
-    check_call(call.append._replace(seqused_k=call.before, rotary=None))
+    check_append(call.append._replace(seqused_k=call.before, rotary=None))
+    refuse_gradients("cached", named=zip(call._fields, call))
     arguments["is_invariant"] = invariance.is_on
     for name, row_scales in append_ops.SCALES.items():
         if by_row(arguments[name]):
