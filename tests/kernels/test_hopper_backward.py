@@ -293,7 +293,7 @@ def test_dq_by_a_kernel_of_its_own(causal):
     case = Case("q", Sizes(16, 777, 1001, 8, 8, 256), Features(causal=causal))
     assert all(x.verdict.ok for x in run_case(case, "hopper", "cuda", BF16))
     q, k, v = (torch.randn(16, n, 8, 256, device="cuda", dtype=BF16) for n in (777, 1001, 1001))
-    assert plan.has_own_dq(problem_of(256), q)
+    assert plan.has_own_dq(problem_of(256)._replace(nheads=8, nheads_k=8), q)
     first = gradients(q, k, v, causal=causal)
     noise, other = torch.randn(2048, 2048, device="cuda"), torch.cuda.Stream()
     for repeat in range(50):
