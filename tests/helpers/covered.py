@@ -13,7 +13,7 @@ import pytest
 
 FILE = Path(__file__).with_name("covered.txt")
 # CPU seconds below which a test stays, and below which a function keeps its cheapest case
-CHEAP, CHEAP_FUNCTION = 0.1, 0.5
+CHEAP, CHEAP_FUNCTION = 0.1, 0.2
 
 
 class Seen(NamedTuple):
