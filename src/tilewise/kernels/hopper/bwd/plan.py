@@ -95,8 +95,7 @@ def has_own_dq(problem: Problem, q: Any) -> bool:
     """Whether dQ has a kernel of its own (mma_dq.py): of plain scores at headdim 256, where there
     are enough tiles of queries that all SMs are as long busy.
 
-    H200, sustained, 16Ki tokens, the time of one kernel over that of two: causal, 1Ki, 4Ki and
-    16Ki: 1.12, 1.065 and 1.053; full, 1Ki: 1.05.
+    docs/design/hopper-backward.md has the times of one kernel and of two.
     """
     is_plain = problem.has_plain_scores and not (problem.has_left or problem.group > 1)
     is_dense = not (problem.is_packed or problem.has_seqused_k or problem.has_seqused_q)
