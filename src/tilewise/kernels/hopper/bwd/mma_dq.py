@@ -107,7 +107,7 @@ def load_partition(inputs, rings, call, FEATURES: gl.constexpr, TILE: gl.constex
         fetched = fetch_next_tile(call.queue, False)
         for n_block in range(work.first, work.last + 1):
             fetched = fetch_next_tile(call.queue, n_block == work.last)
-            place = [work.batch, work.head, n_block * TILE.BLOCK_N, 0]
+            place = [work.batch, work.head // FEATURES.GROUP, n_block * TILE.BLOCK_N, 0]
             load(rings.keys, state, inputs.v, coordinates=place, shape=shape)
             if n_block == work.first:
                 load_queries(inputs, rings, step, work, block, False, call, FEATURES, TILE)

@@ -97,7 +97,7 @@ def has_own_dq(problem: Problem, q: Any) -> bool:
 
     docs/design/hopper-backward.md has the times of one kernel and of two.
     """
-    is_plain = problem.has_plain_scores and not (problem.has_left or problem.group > 1)
+    is_plain = problem.has_plain_scores and not problem.has_left
     is_dense = not (problem.is_packed or problem.has_seqused_k or problem.has_seqused_q)
     sms = num_sms(q.device) if q.device.type == "cuda" else 0
     is_wide = problem.headdim == problem.headdim_v == 256

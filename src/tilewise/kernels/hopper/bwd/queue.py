@@ -36,9 +36,9 @@ def queue_of(problem: Problem, block_n: int, q: Any, k: Any, sizes: Sizes) -> Qu
 
 
 def queue_of_queries(problem: Problem, q: Any) -> Queue:
-    """The tiles of queries of the call."""
-    heads = q.shape[0] * problem.nheads
-    tiles, mixed = heads * triton.cdiv(q.shape[1], ROWS), heads_per_l2_group(problem, q)
+    """The tiles of queries of the call: query heads that share keys have tiles of their own."""
+    heads, alone = q.shape[0] * problem.nheads, problem._replace(nheads_k=problem.nheads)
+    tiles, mixed = heads * triton.cdiv(q.shape[1], ROWS), heads_per_l2_group(alone, q)
     return Queue(tile_counter(), tiles, problem.nheads, heads, mixed)
 
 
