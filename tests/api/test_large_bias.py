@@ -83,6 +83,22 @@ def test_masked_rows(backend, kind, huge, by_score):
             assert ((mine - right).abs() / most).amax() <= ERRORS[kind], (huge, mine.shape)
 
 
+@pytest.mark.parametrize("backend", MODES)
+def test_rows_without_keys_beside_large_ones(backend):
+    """They have gradients of 0, where the other rows' softmax is computed again."""
+    torch.manual_seed(0)
+    q, k, v = (x.half().requires_grad_() for x in torch.randn(3, 1, 5, 1, 64).unbind(0))
+    bias = torch.randn(1, 1, 5, 5)
+    bias[:, :, 1], bias[:, :, 2] = -torch.inf, HUGE[2]
+    leaves = q, k, v, bias.requires_grad_()
+    with MODES[backend]():
+        out, lse = tilewise.attention(q, k, v, bias=bias, return_lse=True, backend=backend)
+        grads = torch.autograd.grad(out, leaves, torch.ones_like(out))
+    assert lse[0, 0, 1] == -torch.inf and not out[0, 1].any()
+    assert all(x.isfinite().all() for x in grads)
+    assert not grads[0][0, 1].any() and not grads[3][0, 0, 1].any()
+
+
 @pytest.mark.parametrize("scale", [1e4, 1e7, 1e12])
 @pytest.mark.parametrize("causal", [False, True])
 def test_gradients_of_large_scores_are_finite(scale, causal):

@@ -85,7 +85,7 @@ def _attend(dense: Dense, chunk: Chunk, block: QueryRange, q: Tensor, workspace:
             p = modify.drop(p, indices)
         acc_o.mul_(alpha).baddbmm_(p, chunk.v[:, keys])
         m_i = m_new
-    acc_o.div_(l_i.masked_fill(l_i == 0, 1))
+    acc_o.div_(l_i.masked_fill_(l_i == 0, 1))  # a row without keys, whose m is -inf
     return Rows(acc_o, m_i, log_l=l_i.log())
 
 
