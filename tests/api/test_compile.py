@@ -324,11 +324,11 @@ def test_a_graph_outlives_the_table_of_trees(monkeypatch):
     torch.testing.assert_close(compiled(q), want)
 
 
-SHAPES = (9, 9), (2, 1, 1, 9), (1, 2, 9, 1), (2, 2, 9, 9)
+SHAPES = (9, 9), (2, 1, 1, 9), (1, 2, 9, 1), (2, 2, 9, 9), (1, 1)
 MASKS = list(itertools.product(SHAPES, (torch.bool, torch.float32)))
 
 
-@pytest.mark.parametrize("shape, dtype", sample_rows(MASKS, MASKS[0], MASKS[7]))
+@pytest.mark.parametrize("shape, dtype", sample_rows(MASKS, MASKS[0], MASKS[7], MASKS[8]))
 def test_an_attn_mask_is_part_of_the_graph(shape, dtype):
     q = torch.randn(2, 2, 9, 8, requires_grad=True)
     mask = torch.rand(shape) if dtype.is_floating_point else torch.rand(shape) > 0.3

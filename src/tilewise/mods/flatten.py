@@ -54,12 +54,12 @@ def modifiers_of(
     return FlatMods(names, (*blocks, *of_mask, *of_score))
 
 
-def modifiers_by(seen: Tensor) -> FlatMods:
+def modifiers_by(visible: Tensor) -> FlatMods:
     """A mask that is a bool tensor and broadcasts over (batch, nheads, seqlen_q, seqlen_k)."""
-    along = [n > 1 for n in seen.shape]
-    if torch.compiler.is_compiling():  # whose lengths may be symbols
-        along = [holds(is_own, True) for is_own in along]
-    return FlatMods(Mods(mask=_reads(tuple(along))), (seen,))
+    along = [holds(n > 1, True) for n in visible.shape]  # lengths may be a compiler's symbols
+    if not any(along):  # one bool for all pairs, which is read without an index
+        visible = visible.reshape(())
+    return FlatMods(Mods(mask=_reads(tuple(along))), (visible,))
 
 
 @gives_constant
