@@ -183,10 +183,11 @@ def grad_partition(
 @gluon.jit
 def only_stage(buffers, step, STAGE: gl.constexpr = 0):
     """The one stage of K or V, by an index that is always 0 and that the compiler cannot know; or
-    the STAGE that a warpgroup has of Q or dO.
+    the STAGE that a warpgroup has of Q or dO, or a group of K's columns.
 
     It would otherwise compute the operands of all wgmma instructions before the loop, 16 registers
-    of them for each of K and V, and spill as many.
+    of them for each of K and V, and spill as many. For the same reason two matmuls of one operand
+    take different steps.
     """
     return buffers.index(STAGE + (step >> 30))
 

@@ -31,7 +31,7 @@ from ..pipeline import PipelineState, advance, release, start, state_of, wait_fu
 from ..work import END
 from .block_metadata import block_behind
 from .epilogue import write_rows
-from .mma import add_dq, half_of, load_row, recompute
+from .mma import add_dq, half_of, load_row, only_stage, recompute
 from .ordered_add import arrive_added, arrive_tile, wait_to_add
 from .query_blocks import block_after, count_blocks, first_block
 from .work_tile import receive_tile
@@ -237,7 +237,7 @@ def multiply_queries(keys, queries, WG: gl.constexpr, step, TILE: gl.constexpr):
     if TILE.LSE_FIRST:
         s = load_row(queries.minus_lse, step, like=s).broadcast_to(s.shape)
     for group in gl.static_range(GROUPS):
-        left = group_of(keys.k, group, step=step).slice(WG * 64, 64, 0)
+        left = only_stage(keys.k, step, group).slice(WG * 64, 64, 0)
         right = queries.q.index((step & 1) * GROUPS + group).permute((1, 0))
         s = warpgroup_mma(left, right, s, use_acc=TILE.LSE_FIRST or group > 0, is_async=True)
     return s
@@ -248,7 +248,7 @@ def multiply_values(keys, queries, WG: gl.constexpr, PART: gl.constexpr, step):
     """Starts dP^T - delta = V dO^T - delta of half a block: (64, HALF)."""
     no_scores = gl.zeros([64, HALF], gl.float32, accumulator(HALF))
     minus_delta = load_half(queries.minus_delta, step, PART=PART, like=no_scores)
-    left = half_of(keys.v, WG, step=step + PART)  # not the same step: see `group_of`
+    left = half_of(keys.v, WG, step=step + PART)  # not the same step: see `only_stage`
     right = half_of_rows(queries.do, step & 1, PART=PART).permute((1, 0))
     return warpgroup_mma(left, right, minus_delta.broadcast_to(no_scores.shape), is_async=True)
 
@@ -276,16 +276,8 @@ def multiply_group(visit, GROUP: gl.constexpr, rings, step):
     """Starts a group of columns of the previous block's dQ = dS K: (BLOCK_M, COLUMNS)."""
     no_dq = gl.zeros([64, COLUMNS], gl.float32, accumulator(COLUMNS))
     left = rings.score_buffers.ds.index(visit.last_ds.stage + (step >> 30)).permute((1, 0))
-    right = group_of(rings.keys.k, GROUP, step=step)
+    right = only_stage(rings.keys.k, step, GROUP)
     return warpgroup_mma(left, right, no_dq, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def group_of(k, GROUP: gl.constexpr, step):
-    """A group of the columns of K, (BLOCK_N, COLUMNS), by an index like that of `only_stage`. Two
-    matmuls of one operand take different steps, or what they share would be kept in registers.
-    """
-    return k.index((step >> 30) + GROUP)
 
 
 @gluon.jit
