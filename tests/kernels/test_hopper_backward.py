@@ -35,6 +35,10 @@ VARIANTS = {
     "own-dq-unseen-keys": Case("o", Sizes(1, 100, 500, 2, 2, 256), Features(causal="top_left")),
     "own-dq-unseeing-queries": Case("p", Sizes(1, 420, 140, 2, 2, 256), Features(causal=True)),
     "own-dq-groups": Case("q", Sizes(2, 140, 150, 4, 2, 256), Features(causal=True)),
+    "own-dq-window": Case("r", Sizes(1, 330, 200, 2, 1, 256), Features(window=(70, 30))),
+    "own-dq-scores": Case(
+        "s", Sizes(1, 150, 200, 2, 2, 256), Features(True, (60, 0), 3.0, alibi="heads")
+    ),
     "three-quarters": Case("g", Sizes(1, 150, 100, 2, 2, 192, 128), Features(causal=True)),
     "three-quarters-full": Case("i", Sizes(1, 140, 260, 2, 1, 192, 128), Features(lse_grad=True)),
     "three-quarters-softcap": Case("j", Sizes(1, 90, 200, 2, 1, 136, 40), Features(softcap=3.0)),
@@ -80,23 +84,24 @@ def counted(monkeypatch):
     return found
 
 
-def test_plain_scores_of_headdim_256_have_a_kernel_for_dq():
+def has_own_dq(problem, q):
+    return plan.has_own_dq(problem, q)
+
+
+def test_headdim_256_has_a_kernel_for_dq():
     """There is no sum in memory then, and no order of sums."""
     q = torch.empty(1, 256, 2, 256)
-    assert plan.has_own_dq(problem_of(256, deterministic=True), q)
-    shared = problem_of(256)._replace(nheads_k=1)
-    assert plan.has_own_dq(shared, q)
-    assert queue.queue_of_queries(shared, q)[1:4] == (4, 2, 2)  # tiles, heads, heads
+    assert has_own_dq(problem_of(256, deterministic=True), q)
+    assert has_own_dq(problem_of(256, softcap=3.0, left=10)._replace(nheads_k=1), q)
     tile = plan.plan_of(problem_of(256, deterministic=True), True, has_dq=False).tile
     assert not tile.HAS_DQ and not tile.ORDERED
     for problem in (
         problem_of(256, 192),
         problem_of(192, 256),
-        problem_of(256, softcap=3.0),
-        problem_of(256, left=10),
+        problem_of(256)._replace(has_dropout=True),
         problem_of(256)._replace(is_packed=True),
     ):
-        assert not plan.has_own_dq(problem, q)
+        assert not has_own_dq(problem, q)
 
 
 COUNTED = list(itertools.product(range(2), ("groups", "unseen-keys", "three-quarters", "wide")))
@@ -290,22 +295,26 @@ def test_dq_is_converted_when_all_its_tiles_have_added(headdim, nheads_k):
 
 @pytest.mark.gpu
 @needs_hopper
-@pytest.mark.parametrize("causal", [False, "bottom_right"])
 @pytest.mark.parametrize("nheads_k", [8, 4, 1])
-def test_dq_by_a_kernel_of_its_own(causal, nheads_k):
+@pytest.mark.parametrize(
+    "features",
+    [dict(causal=False), dict(causal=True), dict(causal=True, window=(300, 0), softcap=30.0)],
+    ids=["full", "causal", "window"],
+)
+def test_dq_by_a_kernel_of_its_own(features, nheads_k):
     """Of as many tiles as it takes, while another stream occupies SMs: the same bits each time."""
-    case = Case("q", Sizes(16, 777, 1001, 8, nheads_k, 256), Features(causal=causal))
+    case = Case("q", Sizes(16, 777, 1001, 8, nheads_k, 256), Features(**features))
     assert all(x.verdict.ok for x in run_case(case, "hopper", "cuda", BF16))
     shapes = (777, 8), (1001, nheads_k), (1001, nheads_k)
     q, k, v = (torch.randn(16, *x, 256, device="cuda", dtype=BF16) for x in shapes)
-    assert plan.has_own_dq(problem_of(256)._replace(nheads=8, nheads_k=nheads_k), q)
-    first = gradients(q, k, v, causal=causal)
+    assert has_own_dq(problem_of(256)._replace(nheads=8, nheads_k=nheads_k), q)
+    first = gradients(q, k, v, **features)
     noise, other = torch.randn(2048, 2048, device="cuda"), torch.cuda.Stream()
     for repeat in range(50):
         if repeat % 7 == 0:
             with torch.cuda.stream(other):
                 noise @ noise
-        assert all(map(torch.equal, first, gradients(q, k, v, causal=causal)))
+        assert all(map(torch.equal, first, gradients(q, k, v, **features)))
 
 
 @pytest.mark.gpu

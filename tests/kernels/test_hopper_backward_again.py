@@ -27,7 +27,7 @@ from tilewise.problem import Between, Call, Extras, Grads, Saved, Scalars, descr
 
 BF16 = torch.bfloat16
 KERNELS = "bwd_delta_kernel", "hopper_bwd_kernel", "hopper_bwd_dq_kernel"
-KERNELS += "attn_bwd_dbias_kernel", "attn_bwd_rest_kernel"
+KERNELS += "hopper_bwd_query_kernel", "attn_bwd_dbias_kernel", "attn_bwd_rest_kernel"
 
 
 @pytest.fixture

@@ -22,10 +22,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ....tile.gradient import probabilities, score_gradient
-from ....tile.mask import apply_mask
-from ....tile.seqlen import lengths_of
+from ....tile.score import load_slope, score_without_bias
 from ....tile.types import Sequence, Tile
 from ..compat import tma_store
+from ..hide import hide
 from ..layouts import accumulator, column_of, row_of, shared, used_columns
 from ..operands import multiply_rows, operand
 from ..pipeline import PipelineState, advance, load, make_ring, release_by_threads, start, wait_full
@@ -43,7 +43,7 @@ from .load import load_queries, send_end
 from .mma import only_stage
 from .query_blocks import QueryBlock
 from .rings import Rings, Sources, make_queries, make_tile_messages
-from .work_tile import receive_tile
+from .work_tile import receive_tile, tile_lengths
 
 STAGES = gl.constexpr(3)  # for tiles of V and K
 
@@ -164,7 +164,17 @@ def query_partition(
             dp = warpgroup_mma_wait(1, deps=[pending_dp])
             release_by_threads(keys, v_state)
             s = warpgroup_mma_wait(0, deps=[pending_s])
-            ds = grad_scores(s, dp, minus_lse, m_start, n_block, work, call, FEATURES, TILE)
+            # A branch around all of it: else a derivative would stay in registers, and spill
+            if is_partial(n_block, work):
+                ds = grad_scores(
+                    s, dp, minus_lse, m_start, n_block, work, call,
+                    HIDES=True, FEATURES=FEATURES, TILE=TILE,
+                )  # fmt: skip
+            else:
+                ds = grad_scores(
+                    s, dp, minus_lse, m_start, n_block, work, call,
+                    HIDES=False, FEATURES=FEATURES, TILE=TILE,
+                )  # fmt: skip
             left = operand(ds.to(dtype), Q_LAYOUT)
             pending_dq = warpgroup_mma(left, k_tile, dq, is_async=True)
             # Not later: with the next dP behind it, dQ would have longer to wait for the other
@@ -185,16 +195,26 @@ def query_partition(
 
 @gluon.jit
 def grad_scores(
-    qk, dp, minus_lse, m_start, n_block, work, call, FEATURES: gl.constexpr, TILE: gl.constexpr
+    qk,
+    dp,
+    minus_lse,
+    m_start,
+    n_block,
+    work,
+    call,
+    HIDES: gl.constexpr,
+    FEATURES: gl.constexpr,
+    TILE: gl.constexpr,
 ):
-    """dS of a block of keys, masked where it needs it."""
-    lengths = lengths_of(work.batch, call.sizes, optionals=call.optionals, FEATURES=FEATURES)
-    seq = Sequence(lengths, 0.0, numbers=call.numbers)
-    if is_partial(n_block, work):
-        q_idx = m_start + gl.arange(0, 64, row_of(qk.type.layout))
-        k_idx = n_block * TILE.BLOCK_N + gl.arange(0, TILE.BLOCK_N, column_of(qk.type.layout))
-        s = apply_mask(qk, q_idx[:, None], k_idx=k_idx[None, :], seq=seq, FEATURES=FEATURES)
-        p = probabilities(s, minus_lse, seq=seq, FEATURES=FEATURES)
-    else:
-        p = probabilities(qk, minus_lse, seq=seq, FEATURES=FEATURES)
-    return score_gradient(p, dp, derivative=1.0)
+    """dS of a block of keys; HIDES: of which some are masked."""
+    lengths = tile_lengths(work, call, FEATURES=FEATURES, TILE=TILE)
+    slope = load_slope(call.optionals, work.batch, head=work.head, FEATURES=FEATURES)
+    seq = Sequence(lengths, slope, numbers=call.numbers)
+    q_idx = (m_start + gl.arange(0, 64, row_of(qk.type.layout)))[:, None]
+    k_idx = n_block * TILE.BLOCK_N + gl.arange(0, TILE.BLOCK_N, column_of(qk.type.layout))[None, :]
+    scored = score_without_bias(qk, q_idx, k_idx=k_idx, seq=seq, FEATURES=FEATURES)
+    s = scored.s
+    if HIDES:
+        s = hide(s, q_idx, k_idx=k_idx, seq=seq, FEATURES=FEATURES)
+    p = probabilities(s, minus_lse, seq=seq, FEATURES=FEATURES)
+    return score_gradient(p, dp, derivative=scored.derivative)

@@ -92,16 +92,16 @@ def is_three_quarters(problem: Problem) -> bool:
 
 
 def has_own_dq(problem: Problem, q: Any) -> bool:
-    """Whether dQ has a kernel of its own (mma_dq.py): of plain scores at headdim 256, where there
-    are enough tiles of queries that all SMs are as long busy.
+    """Whether dQ has a kernel of its own (mma_dq.py): at headdim 256, without functions, lists or
+    numbers of each score, where there are enough tiles of queries that all SMs are as long busy.
 
     docs/design/hopper-backward.md has the times of one kernel and of two.
     """
-    is_plain = problem.has_plain_scores and not problem.has_left
     is_dense = not (problem.is_packed or problem.has_seqused_k or problem.has_seqused_q)
     sms = num_sms(q.device) if q.device.type == "cuda" else 0
     is_wide = problem.headdim == problem.headdim_v == 256
-    return is_wide and is_plain and is_dense and queue_of_queries(problem, q).tiles >= 6 * sms
+    is_served = is_wide and is_dense and not problem.is_modified
+    return is_served and queue_of_queries(problem, q).tiles >= 6 * sms
 
 
 def plan_for(
