@@ -11,6 +11,7 @@ from helpers.tiers import every, sample, sample_rows
 import tilewise
 from gluon_emulator.hopper.emulate import Rebinder
 from tilewise.kernels.common import program
+from tilewise.kernels.common.arguments import sizes_of
 from tilewise.kernels.hopper.bwd import hidden, kernels, mma, plan, queue, work_tile
 from tilewise.problem import Extras, Scalars, describe
 from tilewise.testing import use_emulator
@@ -85,21 +86,21 @@ def counted(monkeypatch):
 
 
 def has_own_dq(problem, q):
-    return plan.has_own_dq(problem, q)
+    return plan.has_own_dq(problem, q, sizes=sizes_of(q, q, Extras()))
 
 
 def test_headdim_256_has_a_kernel_for_dq():
     """There is no sum in memory then, and no order of sums."""
     q = torch.empty(1, 256, 2, 256)
     assert has_own_dq(problem_of(256, deterministic=True), q)
-    assert has_own_dq(problem_of(256, softcap=3.0, left=10)._replace(nheads_k=1), q)
+    for features in (dict(nheads_k=1), dict(is_packed=True), dict(has_seqused_k=True)):
+        assert has_own_dq(problem_of(256, softcap=3.0, left=10)._replace(**features), q)
     tile = plan.plan_of(problem_of(256, deterministic=True), True, has_dq=False).tile
     assert not tile.HAS_DQ and not tile.ORDERED
     for problem in (
         problem_of(256, 192),
         problem_of(192, 256),
         problem_of(256)._replace(has_dropout=True),
-        problem_of(256)._replace(is_packed=True),
     ):
         assert not has_own_dq(problem, q)
 

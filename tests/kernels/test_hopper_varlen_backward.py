@@ -71,7 +71,17 @@ PACKED = (
         "tail-sinks", (50, 0), (60, 9), Features(sinks=True, lse_grad=True), GROUPS, 5, tail=150
     ),
     PackedCase("padded-heads", (50, 90), (70, 20), Features(), Sizes(1, 1, 1, 2, 2, 40, 72), 3),
-    PackedCase("wide", (100, 0, 70), (70, 20, 9), Features(), PAIR._replace(headdim=256)),
+    PackedCase("wide", (100, 0, 70), (70, 20, 9), Features(), PAIR._replace(headdim=248)),
+    PackedCase("own-dq", (100, 0, 140), (70, 20, 9), Features(), PAIR._replace(headdim=256)),
+    PackedCase(
+        "own-dq-window",
+        (20, 0, 164),
+        (25, 9, 200),
+        Features(True, (50, 0), 3.0, sinks=True, lse_grad=True),
+        GROUPS._replace(headdim=256),
+        spare=5,
+        tail=150,
+    ),
     PackedCase(
         "wide-spare", (60, 0), (90, 20), Features(causal=True), PAIR._replace(headdim=256), 70
     ),
@@ -304,9 +314,12 @@ def test_copies_are_cut_where_a_sequence_ends(row, device):
 
 
 def gpu_call(queries, keys, headdim, deterministic=False, causal=True):
-    """The arguments of packed sequences on the GPU, after the portable forward."""
-    q = torch.randn(1, sum(queries), 4, headdim, device="cuda", dtype=BF16)
-    k, v = (torch.randn(1, sum(keys), 2, headdim, device="cuda", dtype=BF16) for _ in "kv")
+    """The arguments of packed sequences on the GPU, after the portable forward: of as many heads as
+    headdim 256 takes for a kernel of dQ.
+    """
+    heads = 8 if headdim == 256 else 4
+    q = torch.randn(1, sum(queries), heads, headdim, device="cuda", dtype=BF16)
+    k, v = (torch.randn(1, sum(keys), heads // 2, headdim, device="cuda", dtype=BF16) for _ in "kv")
     v = v[..., :128] if headdim == 192 else v
     extras = Extras(cu_seqlens_q=starts_of(queries), cu_seqlens_k=starts_of(keys))
     scalars = Scalars(headdim**-0.5, right=0 if causal else -1)

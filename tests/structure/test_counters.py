@@ -10,7 +10,7 @@ from helpers.counters import count
 AT_LEAST = {"arguments by keyword, percent": 18.8}
 AT_MOST = {
     # Sizes
-    "lines": 55_938,
+    "lines": 56_023,
     "files that name softcap": 28,
     "files that name sinks": 36,
     "files attention() imports": 40,
@@ -19,7 +19,7 @@ AT_MOST = {
     "records, host": 95,
     "records, device": 161,
     "records built at one place, host": 20,
-    "records built at one place, device": 55,
+    "records built at one place, device": 54,
     "launching classes": 3,
     "dispatchers": 1,
     "check files": 2,

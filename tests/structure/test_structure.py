@@ -202,6 +202,7 @@ WIDE = {
     "kernels/hopper/fwd/kernel.py": {"hopper_fwd_kernel"},
     "kernels/hopper/fwd/fp8_kernel.py": {"hopper_fp8_fwd_kernel"},
     "kernels/hopper/bwd/kernel.py": {"hopper_bwd_kernel"},
+    "kernels/hopper/bwd/mma_dq.py": {"hopper_bwd_query_kernel"},
 }
 
 

@@ -13,6 +13,7 @@ from triton.experimental.gluon import language as gl
 from ...tile.schedule import query_tile_in_group
 from ...tile.seqlen import lengths_of
 from ...tile.types import Modifiers, Numbers, Optionals, Queue, Sequence, Sizes
+from ...tile.varlen import varlen_tile
 from .block_list import listed_block, visited
 
 END = gl.constexpr(-1)  # the start that marks the end
@@ -52,15 +53,35 @@ WORK_FIELDS = gl.constexpr(len(Work._fields))
 
 @gluon.jit
 def open_tile(tile, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
-    """The work tile of a tile number. It has at least one key block, which may be fully masked."""
+    """The work tile of a tile number."""
     m_block, head, batch = query_tile_in_group(tile, call.queue, call.sizes.seqlen_q, TILE.BLOCK_M)
     m_start = m_block * TILE.BLOCK_M
     lengths = lengths_of(batch, call.sizes, optionals=call.optionals, FEATURES=FEATURES)
+    return query_work(m_start, head, batch, lengths, call, FEATURES, TILE)
+
+
+@gluon.jit
+def query_work(m_start, head, batch, lengths, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
+    """A tile of queries and the key blocks that it visits: one, of which all is masked, where it
+    sees none.
+    """
     seq = Sequence(lengths, 0.0, call.numbers, batch, head, call.modifiers)
     blocks = visited(m_start, seq, FEATURES=FEATURES, TILE=TILE)
     last = gl.maximum(blocks.stop - 1, blocks.first)
     full_first, full_stop = blocks.full_first, blocks.full_stop
     return Work(m_start, head, batch, last, blocks.first, full_first, full_stop, blocks.first)
+
+
+@gluon.jit
+def find_tile(tile, hint, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
+    """The work tile of a tile number of packed sequences: the warp's lanes search 32 sequences."""
+    lane = gl.arange(0, 32, LANE_LAYOUT)
+    starts, sizes = call.optionals.cu_seqlens_q, call.sizes
+    nheads, last_first = call.queue.nheads, FEATURES.RIGHT
+    return varlen_tile(
+        tile, hint, lane, starts, sizes.seqlen_q, sizes.packed, nheads,
+        TILE.BLOCK_M, 1, last_first, LEAST=FEATURES.CHUNK,
+    )  # fmt: skip
 
 
 @gluon.jit

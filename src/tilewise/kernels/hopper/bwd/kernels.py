@@ -50,14 +50,19 @@ class Kernels:
     ) -> None:
         q, k, lse = saved.q, saved.k, saved.lse
         self.saved, self.extras, self.grads = saved, extras, grads
-        self.plan, of_ds = plan_for(problem, scalars, q, k, saved.v, extras.bias, grads.dbias)
+        self.sizes = sizes_of(q, k, extras)
+        self.plan, of_ds = plan_for(
+            problem, scalars, self.sizes, q, k, saved.v, extras.bias, grads.dbias
+        )
         self.has_dq = self.plan.tile.HAS_DQ
         if not self.has_dq:  # no sum needs an order
             problem = problem._replace(deterministic=False)
         self.problem = problem
-        self.optionals, self.sizes = optionals_of(extras, problem.mods), sizes_of(q, k, extras)
+        self.optionals = optionals_of(extras, problem.mods)
         self.numbers = numbers_of(scalars, q.shape[1], k.shape[1])
         self.shared = dict(optionals=self.optionals, sizes=self.sizes, numbers=self.numbers)
+        # Batch strides of k and v, in heads: see `ragged_by_head`
+        self.steps = dict(heads_per_batch=(ragged_steps(k)[2], ragged_steps(saved.v)[2]))
         tile, m_blocks = self.plan.tile, padded_blocks(problem, self.sizes)
         # Of the kernels around it
         columns = columns_of_dq(problem, tile)
@@ -126,10 +131,8 @@ class Kernels:
         args |= dict.fromkeys(pairs)
         if plan.tile.BIAS_COPIED:
             args |= of_backward(plan, {name: x for name, x in pairs.items() if x is not None})
-        # Batch strides of k and v, in heads: see `ragged_by_head`
-        args |= dict(heads_per_batch=(ragged_steps(saved.k)[2], ragged_steps(saved.v)[2]))
         queue = queue_of(self.problem, plan.tile.BLOCK_N, saved.q, saved.k, self.sizes)
-        args |= dict(queue=queue) | self.shared
+        args |= self.steps | dict(queue=queue) | self.shared
         constants = dict(FEATURES=plan.features, TILE=plan.tile)
         programs = programs_of(queue.tiles, saved.q.device)
         if self.has_dq and not plan.tile.ORDERED:
@@ -157,8 +160,9 @@ class Kernels:
         plan, saved = self.plan, self.saved
         tensors = dict(q_desc=saved.q, do_desc=self.dout, k_desc=saved.k, v_desc=saved.v)
         tensors |= dict(stats_desc=self.stats, dq_desc=self.grads.dq)
-        queue = queue_of_queries(self.problem, saved.q)
-        args: dict[str, Any] = of_backward(plan, tensors) | dict(queue=queue) | self.shared
+        queue = queue_of_queries(self.problem, saved.q, tiles=self.tiles)
+        args: dict[str, Any] = of_backward(plan, tensors) | self.steps
+        args |= dict(queue=queue) | self.shared
         constants = dict(FEATURES=plan.features, TILE=plan.tile)
         programs, options = programs_of(queue.tiles, saved.q.device), dict(num_warps=4)
         launch = BackwardLaunch(hopper_bwd_query_kernel, programs, args, constants, options)

@@ -74,23 +74,37 @@ def load_keys(inputs, keys, state, work, FEATURES: gl.constexpr, TILE: gl.conste
     full = keys.full.index(0)
     mbarrier.expect(full, BYTES)
     v = keys.v.index(0)
+    head, start, steps = work.head, work.start, inputs.heads_per_batch
+    for group in gl.static_range(GROUPS):
+        k = keys.k.index(group)
+        column = group * k.shape[1]
+        load_rows(inputs.k, work, head, start, steps[0], full, k, FEATURES, TILE, column=column)
+    load_rows(inputs.v, work, head, start, steps[1], full, buffer=v, FEATURES=FEATURES, TILE=TILE)
+
+
+@gluon.jit
+def load_rows(
+    desc,
+    work,
+    head,
+    n_start,
+    heads_per_batch,
+    full,
+    buffer,
+    FEATURES: gl.constexpr,
+    TILE: gl.constexpr,
+    column: gl.constexpr = 0,
+):
+    """Rows of K or V from n_start on, of the tile's sequence."""
     if TILE.RAGGED:
-        stop, head_k, head_v = work.seqlen_k, work.head, work.head
+        stop = work.seqlen_k
         if FEATURES.PACKED:
             stop += work.stop_k - work.rows_k
         else:
-            head_k += work.batch * inputs.heads_per_batch[0]
-            head_v += work.batch * inputs.heads_per_batch[1]
-        for group in gl.static_range(GROUPS):
-            k = keys.k.index(group)
-            column = group * k.shape[1]
-            load_ragged(inputs.k, stop, work.seqlen_k, head_k, work.start, full, k, True, column)
-        load_ragged(inputs.v, stop, work.seqlen_k, head_v, work.start, full, v)
+            head += work.batch * heads_per_batch
+        load_ragged(desc, stop, work.seqlen_k, head, n_start, full, buffer, column=column)
     else:
-        for group in gl.static_range(GROUPS):
-            k = keys.k.index(group)
-            load_tile(inputs.k, work.batch, work.head, work.start, full, k, group * k.shape[1])
-        load_tile(inputs.v, work.batch, head=work.head, row=work.start, full=full, buffer=v)
+        load_tile(desc, work.batch, head=head, row=n_start, full=full, buffer=buffer, column=column)
 
 
 @gluon.jit

@@ -22,28 +22,41 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ....tile.gradient import probabilities, score_gradient
+from ....tile.schedule import query_tile_in_group
 from ....tile.score import load_slope, score_without_bias
+from ....tile.seqlen import lengths_in, offsets_of
 from ....tile.types import Sequence, Tile
+from ....tile.varlen import Hint, VarlenTile
 from ..compat import tma_store
 from ..hide import hide
 from ..layouts import accumulator, column_of, row_of, shared, used_columns
 from ..operands import multiply_rows, operand
-from ..pipeline import PipelineState, advance, load, make_ring, release_by_threads, start, wait_full
+from ..pipeline import (
+    PipelineState,
+    advance,
+    make_ring,
+    release_by_threads,
+    start,
+    wait_empty,
+    wait_full,
+)
 from ..tile_messages import send
+from ..tma import store_ragged
 from ..work import (
     END,
     KernelCall,
     fetch_next_tile,
     fetched_tile,
+    find_tile,
     is_partial,
-    open_tile,
+    query_work,
     reset_counter,
 )
-from .load import load_queries, send_end
+from .load import load_queries, load_rows, send_end
 from .mma import only_stage
 from .query_blocks import QueryBlock
 from .rings import Rings, Sources, make_queries, make_tile_messages
-from .work_tile import receive_tile, tile_lengths
+from .work_tile import receive_tile, tile_lengths, with_sequence
 
 STAGES = gl.constexpr(3)  # for tiles of V and K
 
@@ -56,6 +69,7 @@ def hopper_bwd_query_kernel(
     v_desc,
     stats_desc,
     dq_desc,
+    heads_per_batch,
     queue,
     optionals,
     sizes,
@@ -70,7 +84,7 @@ def hopper_bwd_query_kernel(
     keys = make_ring(dtype, [N, D], shared(N, D, dtype=dtype), STAGES, 1, 256)
     messages = make_tile_messages(TILE)
     fence_async_shared()  # barriers are made before a copy arrives at one
-    inputs = Sources(q_desc, do_desc, k_desc, v_desc, stats_desc, None, 0)
+    inputs = Sources(q_desc, do_desc, k_desc, v_desc, stats_desc, None, heads_per_batch)
     rings = Rings(keys, queries, score_buffers=0, messages=messages, add_barriers=0)
     call = KernelCall(queue, optionals, sizes=sizes, numbers=numbers)
     gl.warp_specialize(
@@ -95,32 +109,69 @@ def load_partition(inputs, rings, call, FEATURES: gl.constexpr, TILE: gl.constex
     """The load warp: a tile's queries once, as they are needed among its first keys, and its keys,
     block by block.
     """
-    shape: gl.constexpr = inputs.k.block_type.shape
     BOTH: gl.constexpr = of_both(TILE.BLOCK_M, TILE.BLOCK_N)
+    k_step, v_step = inputs.heads_per_batch
     messages_state, state, step = start(), start(), gl.to_tensor(0)
     tile = gl.program_id(0)
-    while tile < call.queue.tiles:
-        work = open_tile(tile, call, FEATURES=FEATURES, TILE=BOTH)
-        send(rings.messages, messages_state, fields=work)
+    query_tile = find_queries(tile, Hint(0, 0), call=call, FEATURES=FEATURES, TILE=BOTH)
+    while query_tile.is_tile:
+        work = open_queries(query_tile, call, BOTH, FEATURES=FEATURES, TILE=TILE)
+        send(rings.messages, messages_state, fields=work, BY_LANE=TILE.RAGGED)
         messages_state = advance(messages_state, 2)
         block = QueryBlock(work.head, work.start // TILE.BLOCK_M)
         fetched = fetch_next_tile(call.queue, False)
         for n_block in range(work.first, work.last + 1):
             fetched = fetch_next_tile(call.queue, n_block == work.last)
-            place = [work.batch, work.head // FEATURES.GROUP, n_block * TILE.BLOCK_N, 0]
-            load(rings.keys, state, inputs.v, coordinates=place, shape=shape)
+            load_block(inputs.v, rings.keys, state, work, n_block, v_step, FEATURES, TILE)
             if n_block == work.first:
                 load_queries(inputs, rings, step, work, block, False, call, FEATURES, TILE)
             state = advance(state, STAGES)
-            load(rings.keys, state, inputs.k, coordinates=place, shape=shape)
+            load_block(inputs.k, rings.keys, state, work, n_block, k_step, FEATURES, TILE)
             if n_block == work.first:
                 block = QueryBlock(work.head, block.m_block + 1)
                 load_queries(inputs, rings, step + 1, work, block, False, call, FEATURES, TILE)
             state = advance(state, STAGES)
         step += 2
         tile = fetched_tile(fetched)
-    reset_counter(call.queue, tile, tiles=call.queue.tiles)
+        query_tile = find_queries(tile, query_tile.hint, call, FEATURES=FEATURES, TILE=BOTH)
+    reset_counter(call.queue, tile, tiles=query_tile.tiles)
     send_end(rings.messages, messages_state, TILE=TILE)
+
+
+@gluon.jit
+def find_queries(tile, hint, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
+    """The tile of queries that a number is, no smaller than the hint's."""
+    if FEATURES.PACKED:
+        return find_tile(tile, hint, call=call, FEATURES=FEATURES, TILE=TILE)
+    else:  # where it lies is found when it is opened: the warp has few registers
+        tiles = call.queue.tiles
+        return VarlenTile(tile, tile, tile, 0, is_tile=tile < tiles, hint=hint, tiles=tiles)
+
+
+@gluon.jit
+def open_queries(query_tile, call, BOTH: gl.constexpr, FEATURES: gl.constexpr, TILE: gl.constexpr):
+    """The work tile of a tile of queries, of BOTH warpgroups."""
+    m_block, head, batch = query_tile.m_block, query_tile.head, query_tile.batch
+    if not FEATURES.PACKED:
+        rows = call.sizes.seqlen_q
+        m_block, head, batch = query_tile_in_group(m_block, call.queue, rows, BOTH.BLOCK_M)
+    m_start = m_block * BOTH.BLOCK_M
+    offsets = offsets_of(batch, call.sizes, optionals=call.optionals, FEATURES=FEATURES)
+    lengths = lengths_in(offsets, batch, optionals=call.optionals, FEATURES=FEATURES)
+    work = query_work(m_start, head, batch, lengths, call=call, FEATURES=FEATURES, TILE=BOTH)
+    return with_sequence(work, offsets, lengths, FEATURES=FEATURES, TILE=TILE)
+
+
+@gluon.jit
+def load_block(
+    desc, ring, state, work, n_block, heads_per_batch, FEATURES: gl.constexpr, TILE: gl.constexpr
+):
+    """Fills a stage with V or K of a block, as soon as it is empty."""
+    wait_empty(ring, state)
+    full, buffer = ring.full.index(state.stage), ring.buffers.index(state.stage)
+    mbarrier.expect(full, desc.block_type.nbytes)
+    head, n_start = work.head // FEATURES.GROUP, n_block * TILE.BLOCK_N
+    load_rows(desc, work, head, n_start, heads_per_batch, full, buffer, FEATURES, TILE)
 
 
 @gluon.jit
@@ -135,7 +186,6 @@ def query_partition(
     COLUMNS: gl.constexpr = used_columns(FEATURES.HEADDIM, D)
     COLUMNS_V: gl.constexpr = used_columns(FEATURES.HEADDIM_V, TILE.BLOCK_DV)
     dtype: gl.constexpr = dq_desc.dtype
-    shape: gl.constexpr = dq_desc.block_type.shape
     keys, queries = rings.keys, rings.queries
     no_scores = gl.zeros([64, N], gl.float32, S_LAYOUT)
 
@@ -186,11 +236,24 @@ def query_partition(
         buffer = queries.q.index(WG)
         buffer.store((dq * call.numbers.scale).to(dtype))
         fence_async_shared()
-        tma_store(dq_desc, [work.batch, work.head, m_start, 0], buffer.reshape(shape))
+        store_queries(dq_desc, work, m_start, buffer, call, FEATURES)
         tma.store_wait(0)
         mbarrier.arrive(queries.empty.index(WG), count=2)
         tiles += 1
         work = receive_tile(rings.messages, tiles, TILE=TILE)
+
+
+@gluon.jit
+def store_queries(desc, work, m_start, buffer, call, FEATURES: gl.constexpr):
+    """Stores a buffer as rows of dQ, also of queries that are not used, of which it is 0; TMA
+    writes none past their end.
+    """
+    if FEATURES.PACKED:
+        rows = offsets_of(work.batch, call.sizes, optionals=call.optionals, FEATURES=FEATURES)
+        store_ragged(desc, rows.first_q + rows.rows_q, rows.rows_q, work.head, m_start, buffer)
+    else:
+        shape: gl.constexpr = desc.block_type.shape
+        tma_store(desc, [work.batch, work.head, m_start, 0], buffer.reshape(shape))
 
 
 @gluon.jit

@@ -16,7 +16,7 @@ from ..bias_memory import has_tiles
 from ..descriptors import GL_DTYPES, Plan, block_of, in_shared, is_in_steps
 from ..layouts import column_groups, used_columns
 from .bias_pairs import SUMMED, sums_of, way_of
-from .queue import ROWS, queue_of_queries
+from .queue import ROWS
 
 # Of long causal tiles: the next head's would else add to one block of dQ at a time (H100, back to
 # back: headdim 128, 4Ki, 16Ki, documents: 1.010, 1.027, 1.018; 256, 16Ki: 1.009; 64, 16Ki: 0.988)
@@ -91,26 +91,25 @@ def is_three_quarters(problem: Problem) -> bool:
     return 128 < problem.headdim <= 192 and problem.headdim_v <= 128 and not problem.is_modified
 
 
-def has_own_dq(problem: Problem, q: Any) -> bool:
+def has_own_dq(problem: Problem, q: Any, sizes: Sizes) -> bool:
     """Whether dQ has a kernel of its own (mma_dq.py): at headdim 256, without functions, lists or
     numbers of each score, where there are enough tiles of queries that all SMs are as long busy.
 
     docs/design/hopper-backward.md has the times of one kernel and of two.
     """
-    is_dense = not (problem.is_packed or problem.has_seqused_k or problem.has_seqused_q)
     sms = num_sms(q.device) if q.device.type == "cuda" else 0
-    is_wide = problem.headdim == problem.headdim_v == 256
-    is_served = is_wide and is_dense and not problem.is_modified
-    return is_served and queue_of_queries(problem, q).tiles >= 6 * sms
+    is_served = problem.headdim == problem.headdim_v == 256 and not problem.is_modified
+    tiles = q.shape[0] * problem.nheads * padded_blocks(problem, sizes)
+    return is_served and tiles >= 6 * sms
 
 
 def plan_for(
-    problem: Problem, scalars: Scalars, q: Any, k: Any, v: Any, bias: Any, dbias: Any
+    problem: Problem, scalars: Scalars, sizes: Sizes, q: Any, k: Any, v: Any, bias: Any, dbias: Any
 ) -> tuple[Plan, tuple[int, ...] | None]:
     """The plan of a call, and the shape of the dS that is summed for the gradient of the bias."""
     way = way_of(problem, bias, dbias, q, k)
     has_scale, in_heads = abs(scalars.scale) > TINY, is_in_steps(k) and is_in_steps(v)
-    has_dq = not has_own_dq(problem, q)
+    has_dq = not has_own_dq(problem, q, sizes=sizes)
     plan = plan_of(problem, has_scale, has_tiles(bias, q), bool(way), in_heads, has_dq)
     return plan, sums_of(q, k) if way == SUMMED else None
 

@@ -35,11 +35,10 @@ def queue_of(problem: Problem, block_n: int, q: Any, k: Any, sizes: Sizes) -> Qu
     return Queue(counter, heads * n_blocks, nheads_k, heads, heads_per_l2_group(problem, q))
 
 
-def queue_of_queries(problem: Problem, q: Any) -> Queue:
+def queue_of_queries(problem: Problem, q: Any, tiles: int) -> Queue:
     """The tiles of queries of the call: query heads that share keys have tiles of their own."""
     heads, alone = q.shape[0] * problem.nheads, problem._replace(nheads_k=problem.nheads)
-    tiles, mixed = heads * triton.cdiv(q.shape[1], ROWS), heads_per_l2_group(alone, q)
-    return Queue(tile_counter(), tiles, problem.nheads, heads, mixed)
+    return Queue(tile_counter(), tiles, problem.nheads, heads, heads_per_l2_group(alone, q))
 
 
 def programs_beside_dq(tiles: int, keys: int, device: torch.device) -> int:

@@ -71,14 +71,7 @@ def open_tile(found, modifiers, call, FEATURES: gl.constexpr, TILE: gl.constexpr
         work = listed_work(n_block, head, batch, lengths, modifiers, call, FEATURES, TILE)
     else:
         work = work_of(n_block, head, batch, lengths, call, FEATURES, TILE)
-    if not TILE.RAGGED:
-        return work
-    elif FEATURES.PACKED:
-        padded_q = padded_row(offsets.first_q, batch, ROWS=ROWS)
-        stop_q, stop_k = offsets.first_q + lengths.seqlen_q, offsets.first_k + offsets.rows_k
-        return ragged(work, lengths, padded_q, stop_q, stop_k, offsets.rows_k)
-    else:
-        return ragged(work, lengths, 0, 0, stop_k=offsets.rows_k, rows_k=offsets.rows_k)
+    return with_sequence(work, offsets, lengths, FEATURES=FEATURES, TILE=TILE)
 
 
 @gluon.jit
@@ -112,10 +105,17 @@ def work_of(n_block, head, batch, lengths, call, FEATURES: gl.constexpr, TILE: g
 
 
 @gluon.jit
-def ragged(work, lengths, padded_q, stop_q, stop_k, rows_k):
-    """The work with its sequence."""
-    seqlen_q, seqlen_k = lengths.seqlen_q, lengths.seqlen_k
-    return RaggedWork(*work, seqlen_q, seqlen_k, padded_q, stop_q, stop_k, rows_k)
+def with_sequence(work, offsets, lengths, FEATURES: gl.constexpr, TILE: gl.constexpr):
+    """The work, with its sequence where lengths are ragged."""
+    if TILE.RAGGED:
+        seqlen_q, seqlen_k, rows_k = lengths.seqlen_q, lengths.seqlen_k, offsets.rows_k
+        padded_q, stop_q, stop_k = 0, 0, rows_k
+        if FEATURES.PACKED:
+            padded_q = padded_row(offsets.first_q, work.batch, ROWS=ROWS)
+            stop_q, stop_k = offsets.first_q + seqlen_q, offsets.first_k + rows_k
+        return RaggedWork(*work, seqlen_q, seqlen_k, padded_q, stop_q, stop_k, rows_k)
+    else:
+        return work
 
 
 @gluon.jit

@@ -24,6 +24,7 @@ from ..work import (
     KernelCall,
     fetch_next_tile,
     fetched_tile,
+    find_tile,
     key_block,
     key_head,
     reset_counter,
@@ -33,7 +34,7 @@ from .key_blocks import KeyBlock, block_of, load_rows, nowhere
 from .parts import TileParts, open_part, part_of, parts_of
 from .runs import arrived_block, await_keys, open_run, open_runs
 from .transpose import await_values, leave
-from .varlen import find_tile, no_more, open_in_batch, open_ragged, place_in
+from .varlen import no_more, open_in_batch, open_ragged, place_in
 
 
 class Sources(NamedTuple):

@@ -12,11 +12,9 @@ from triton.experimental.gluon import language as gl
 
 from ....tile.schedule import query_tile_in_group
 from ....tile.seqlen import lengths_of, offsets_of
-from ....tile.types import Lengths, Sequence
-from ....tile.varlen import varlen_tile
-from ..block_list import visited
+from ....tile.types import Lengths
 from ..tile_messages import make_messages, receive
-from ..work import LANE_LAYOUT, WORK_FIELDS, Work, open_tile
+from ..work import WORK_FIELDS, Work, open_tile, query_work
 
 
 class Ragged(NamedTuple):
@@ -45,33 +43,19 @@ RAGGED_FIELDS = gl.constexpr(len(Ragged._fields))
 
 
 @gluon.jit
-def find_tile(tile, hint, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
-    """The work tile of a tile number of packed sequences: the warp's lanes search 32 sequences."""
-    lane = gl.arange(0, 32, LANE_LAYOUT)
-    starts, sizes = call.optionals.cu_seqlens_q, call.sizes
-    nheads, last_first = call.queue.nheads, FEATURES.RIGHT
-    return varlen_tile(
-        tile, hint, lane, starts, sizes.seqlen_q, sizes.packed, nheads,
-        TILE.BLOCK_M, 1, last_first, LEAST=FEATURES.CHUNK,
-    )  # fmt: skip
-
-
-@gluon.jit
 def open_ragged(m_start, head, batch, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
-    """The key blocks of a tile; one, of which all is masked, where no query is used."""
+    """The key blocks of a tile."""
     offsets = offsets_of(batch, call.sizes, optionals=call.optionals, FEATURES=FEATURES)
     lengths = lengths_of(batch, call.sizes, optionals=call.optionals, FEATURES=FEATURES)
-    seq = Sequence(lengths, 0.0, call.numbers, batch, head, call.modifiers)
-    blocks = visited(m_start, seq, FEATURES=FEATURES, TILE=TILE)
-    last = gl.maximum(blocks.stop - 1, blocks.first)
+    work = query_work(m_start, head, batch, lengths, call, FEATURES, TILE)
     return Ragged(
         m_start,
         head,
         batch=batch,
-        last=last,
-        first=blocks.first,
-        full_first=blocks.full_first,
-        full_stop=blocks.full_stop,
+        last=work.last,
+        first=work.first,
+        full_first=work.full_first,
+        full_stop=work.full_stop,
         seqlen_q=lengths.seqlen_q,
         seqlen_k=lengths.seqlen_k,
         diagonal=lengths.diagonal,
