@@ -3,6 +3,7 @@
 import collections
 import gc
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -103,6 +104,16 @@ def test_headdim_256_has_a_kernel_for_dq():
         problem_of(256)._replace(has_dropout=True),
     ):
         assert not has_own_dq(problem, q)
+
+
+@pytest.mark.parametrize(("right", "least"), [(-1, 119), (0, 330)])
+def test_a_kernel_for_dq_has_enough_tiles(right, least, monkeypatch):
+    """More where some are longer."""
+    monkeypatch.setattr(plan, "num_sms", lambda device: 132)
+    problem = problem_of(256, right=right)._replace(nheads=1, nheads_k=1)
+    for tiles in (least - 1, least):
+        q = SimpleNamespace(shape=(1, 128 * tiles, 1, 256), device=torch.device("cuda"))
+        assert has_own_dq(problem, q) == (tiles == least)
 
 
 COUNTED = list(itertools.product(range(2), ("groups", "unseen-keys", "three-quarters", "wide")))
@@ -391,7 +402,7 @@ def test_default_on_hopper(causal, headdims):
 @pytest.mark.parametrize("headdim", [64, 96, 128, 192, 256])
 def test_peak_memory(headdim, deterministic):
     """Besides the gradients: dQ in fp32, two floats a query, 8 bytes of semaphores or counts a
-    128 queries.
+    128 queries; of headdim 256, where dQ has a kernel of its own, the floats alone.
     """
     q, k, v = (torch.randn(2, 2048, h, headdim, device="cuda", dtype=BF16) for h in (8, 2, 2))
     v = v[..., :128].contiguous() if headdim == 192 else v
@@ -412,4 +423,5 @@ def test_peak_memory(headdim, deterministic):
     torch.cuda.synchronize()
     extra = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
     rows = 2 * 2048 * 8
-    assert extra == sum(x.nbytes for x in grads) + rows * (headdim + 2) * 4 + rows // 128 * 8
+    accumulated = 0 if headdim == 256 else rows * headdim * 4 + rows // 128 * 8
+    assert extra == sum(x.nbytes for x in grads) + rows * 2 * 4 + accumulated

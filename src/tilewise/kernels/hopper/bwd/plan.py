@@ -21,6 +21,10 @@ from .queue import ROWS
 # Of long causal tiles: the next head's would else add to one block of dQ at a time (H100, back to
 # back: headdim 128, 4Ki, 16Ki, documents: 1.010, 1.027, 1.018; 256, 16Ki: 1.009; 64, 16Ki: 0.988)
 SPREAD = 32
+# Tiles of queries an SM from which on a kernel for dQ is faster, by whether the mask is causal
+# (H200, sustained, one kernel's time over two's: without a mask 1.13, 1.10 at 0.97, 1.9 tiles; with
+# one 0.91, 0.93, 1.05, 1.00, 1.07 at 0.97, 1.9, 2.9, 3.9, 5.8)
+LEAST_TILES = {False: 0.9, True: 2.5}
 TINY = 1e-30  # a scale under this is no divisor
 
 
@@ -93,14 +97,14 @@ def is_three_quarters(problem: Problem) -> bool:
 
 def has_own_dq(problem: Problem, q: Any, sizes: Sizes) -> bool:
     """Whether dQ has a kernel of its own (mma_dq.py): at headdim 256, without functions, lists or
-    numbers of each score, where there are enough tiles of queries that all SMs are as long busy.
+    numbers of each score, where the last tiles of queries leave few SMs idle.
 
     docs/design/hopper-backward.md has the times of one kernel and of two.
     """
     sms = num_sms(q.device) if q.device.type == "cuda" else 0
     is_served = problem.headdim == problem.headdim_v == 256 and not problem.is_modified
     tiles = q.shape[0] * problem.nheads * padded_blocks(problem, sizes)
-    return is_served and tiles >= 6 * sms
+    return is_served and tiles >= LEAST_TILES[problem.is_causal] * sms
 
 
 def plan_for(
