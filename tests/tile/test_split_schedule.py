@@ -77,12 +77,13 @@ def rows_kernel(
 
 @triton.jit
 def share_kernel(
-    out, programs, optionals, sizes, numbers, FEATURES: tl.constexpr, TOKENS: tl.constexpr
-):
+    out, sms, optionals, sizes, numbers, FEATURES: tl.constexpr, TOKENS: tl.constexpr,
+    PER_SM: tl.constexpr,
+):  # fmt: skip
     """How a tile of the first sequence is divided equally."""
     lane, call = tl.arange(0, 32), SplitCall(optionals, sizes, numbers)
-    share = share_of(lane, programs, call, FEATURES, TOKENS)
-    of = sequence_at(programs * 0, call, FEATURES)
+    share = share_of(lane, sms, call, FEATURES, TOKENS, PER_SM=PER_SM)
+    of = sequence_at(sms * 0, call, FEATURES)
     found = divide_equally(of.pieces, share)
     tl.store(out, found.length)
     tl.store(out + 1, found.parts)
@@ -105,7 +106,7 @@ def order_kernel(
 ):
     """A program takes all parts, one after the other: sequence, place in it, pieces."""
     lane, call = tl.arange(0, 32), SplitCall(optionals, sizes, numbers)
-    share = share_of(lane, programs, call, FEATURES, ROWS // FEATURES.GROUP)
+    share = share_of(lane, programs, call, FEATURES, ROWS // FEATURES.GROUP, 1)
     hint = Hint(share.pieces * 0, share.pieces * 0, share.pieces * 0, share.pieces * 0)
     for number in range(bound):
         found = find_sequence(number, hint, lane, share, call, False, False, FEATURES, ROWS, 64)
@@ -185,14 +186,30 @@ def test_equal_parts_of_a_tile(batch, keys, room, expected):
     assert equal_parts(batch, keys, 1, room)[:2] == list(expected)
 
 
-def equal_parts(batch, keys, queries, room):
+@pytest.mark.parametrize(
+    "batch, sms, expected",
+    [
+        (1, 64, (1, 16)),  # 128 pieces, and as many programs
+        (8, 132, (4, 4)),  # 1,024, of which each program has one part
+        (9, 132, (4, 4)),
+        (32, 132, (16, 1)),
+    ],
+)
+def test_equal_parts_where_an_sm_has_two_programs(batch, sms, expected):
+    """All of them have work."""
+    assert equal_parts(batch, 8192, 1, 2**20, sms=sms, per_sm=2)[:2] == list(expected)
+
+
+def equal_parts(batch, keys, queries, room, sms=132, per_sm=1):
     """What `share_kernel` finds."""
     used = torch.full((batch,), keys, dtype=torch.int32)
     optionals = NOTHING._replace(seqused_k=used)
     sizes = SplitSizes(0, 8, queries, 2**20, batch, 512, room)
     found = torch.zeros(3, dtype=torch.int32)
     of = features(GROUP=GROUP, SEQUSED_K=True)
-    interpret(share_kernel)[(1,)](found, 132, optionals, sizes, NUMBERS, FEATURES=of, TOKENS=16)
+    interpret(share_kernel)[(1,)](
+        found, sms, optionals, sizes, NUMBERS, FEATURES=of, TOKENS=16, PER_SM=per_sm
+    )
     return found.tolist()
 
 

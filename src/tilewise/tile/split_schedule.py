@@ -170,12 +170,12 @@ def decoding_programs(
 
 
 @triton.jit
-def share_of(lane, programs, call, FEATURES: tl.constexpr, TOKENS: tl.constexpr):
-    """What the parts of all tiles depend on. Where the states of all pieces would not have room,
-    it says that there is no end of pieces, and tiles are whole.
+def share_of(lane, sms, call, FEATURES: tl.constexpr, TOKENS: tl.constexpr, PER_SM: tl.constexpr):
+    """What the parts of all tiles depend on; of `pieces` no end, if not all states have room. Parts
+    are as long as if an SM had one program in place of PER_SM, unless each program has one part.
     """
-    total, queries, first = programs * 0, programs * 0, programs * 0
-    tiles, most = programs * 0, programs * 0
+    total, queries, first = sms * 0, sms * 0, sms * 0
+    tiles, most = sms * 0, sms * 0
     while first < call.sizes.batch:
         of = sequence_at(first + lane, call, FEATURES=FEATURES)
         tiles_of = tl.cdiv(of.seqlen_q, TOKENS)
@@ -189,13 +189,13 @@ def share_of(lane, programs, call, FEATURES: tl.constexpr, TOKENS: tl.constexpr)
     is_uneven = total < UNEVEN * tiles.to(tl.float32) * most
     total, tiles = total * call.sizes.nheads, tiles * call.sizes.nheads
     has_room = queries <= call.sizes.room
-    pieces = tl.maximum(tl.cdiv(total, programs * PARTS_A_PROGRAM), 1)
+    pieces = tl.maximum(tl.cdiv(total, sms * PARTS_A_PROGRAM), 1)
     is_uneven = has_room & is_uneven & (most <= LONGEST_UNEVEN * pieces)
-    alone = tl.maximum(tl.cdiv(total, programs), 1)
-    fits = has_room & (alone <= LONGEST_ALONE) & (tiles * tl.cdiv(most, alone) <= programs)
+    alone = tl.maximum(tl.cdiv(total, sms * PER_SM), 1)
+    fits = has_room & (alone <= LONGEST_ALONE) & (tiles * tl.cdiv(most, alone) <= sms * PER_SM)
     longest = tl.where(fits, alone, LONGEST_PART)
     pieces = tl.where(fits, alone, tl.where(has_room, pieces, MANY))
-    return Share(pieces, tl.where(has_room, total, LAST), programs, is_uneven, longest=longest)
+    return Share(pieces, tl.where(has_room, total, LAST), sms, is_uneven, longest=longest)
 
 
 @triton.jit

@@ -50,15 +50,14 @@ def load_partition(sources, rings, counters, call, FEATURES: gl.constexpr, TILE:
     if fetches_descriptors(TILE.BY_TMA, TILE.WARPGROUPS):
         fetch_descriptors(sources, rings, TILE=TILE)
     lane = gl.arange(0, 32, LANE_LAYOUT)
-    # Parts are as long as if each SM had one program
-    programs = gl.cdiv(gl.num_programs(0), TILE.PROGRAMS)
+    TOKENS: gl.constexpr = ROWS // FEATURES.GROUP
+    sms = gl.cdiv(gl.num_programs(0), TILE.PROGRAMS)
     if FEATURES.CHUNK > 0:
-        TOKENS: gl.constexpr = ROWS // FEATURES.GROUP
         RATES: gl.constexpr = rates_of(TILE.CACHE, TILE.PROGRAMS)
-        programs = decoding_programs(lane, programs, call, FEATURES, TOKENS=TOKENS, RATES=RATES)
-    share = share_of(lane, programs, call=call, FEATURES=FEATURES, TOKENS=ROWS // FEATURES.GROUP)
+        sms = decoding_programs(lane, sms, call, FEATURES, TOKENS=TOKENS, RATES=RATES)
+    share = share_of(lane, sms, call, FEATURES, TOKENS=TOKENS, PER_SM=TILE.PROGRAMS)
     messages_state, state = start(), start()
-    number = first_number(programs, counters, FEATURES=FEATURES, TILE=TILE)
+    number = first_number(sms, counters, FEATURES=FEATURES, TILE=TILE)
     if TILE.WARPGROUPS == 1:
         streams = Hint(0, 0, rows=0, pieces=0)
     else:
@@ -81,7 +80,7 @@ def load_partition(sources, rings, counters, call, FEATURES: gl.constexpr, TILE:
         if FETCHES_LATE:
             wait_empty(rings.messages, advance(messages_state, 2))  # all have received this part
             fetched = fetch_next_tile(counters, True)
-        number = next_number(fetched, programs, FEATURES=FEATURES, TILE=TILE)
+        number = next_number(fetched, sms, FEATURES=FEATURES, TILE=TILE)
         part, streams = find_part(number, streams, lane, share, call, FEATURES, TILE)
     parts = part.stop
     # Numbers past the parts are slices of folds. All parts were handed out before them, to programs
@@ -97,10 +96,10 @@ def load_partition(sources, rings, counters, call, FEATURES: gl.constexpr, TILE:
         fetched = fetch_next_tile(counters, True)
         send(rings.messages, messages_state, fields=work)
         messages_state = advance(messages_state, 2)
-        number = next_number(fetched, programs, FEATURES=FEATURES, TILE=TILE)
+        number = next_number(fetched, sms, FEATURES=FEATURES, TILE=TILE)
         hint = part.hint
         part = find_sequence(number, hint, lane, share, call, True, EQUALLY, FEATURES, FOLDED, DV)
-    end_numbers(number, part.stop, programs, counters=counters, FEATURES=FEATURES, TILE=TILE)
+    end_numbers(number, part.stop, sms, counters=counters, FEATURES=FEATURES, TILE=TILE)
     send(rings.messages, messages_state, fields=no_more())
 
 
