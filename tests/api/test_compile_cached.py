@@ -8,7 +8,8 @@ import tilewise
 
 
 def cached_calls():
-    """A decode, one in pages with `out`, an append apart, and one with rotary, by name."""
+    """A decode, one in pages with `out`, in chunks, an append apart, one with rotary, by name."""
+    starts = torch.tensor([0, 1, 2], dtype=torch.int32)
     used, table = torch.tensor([20, 3], dtype=torch.int32), torch.arange(8, dtype=torch.int32)
     new, cos = torch.randn(2, 2, 1, 4, 32), torch.randn(2, 128, 16)
     options = dict(cache_seqlens=used, causal=True)
@@ -17,6 +18,13 @@ def cached_calls():
     return {
         "decode": lambda q, k, v: tilewise.flash_attn_with_kvcache(q, k, v, **options),
         "rotary": lambda q, k, v: tilewise.flash_attn_with_kvcache(q, k, v, **options, **rotated),
+        "chunks": lambda q, k, v: tilewise.flash_attn_varlen_func(
+            *(q[:, 0], k.view(8, 16, 4, 32), v.view(8, 16, 4, 32), starts, starts, 1, 64),
+            **dict(block_table=table.view(2, 4), seqused_k=used, causal=True, attention_chunk=7),
+        ),
+        "chunks, out": lambda q, k, v: tilewise.flash_attn_with_kvcache(
+            q, k, v, **options, attention_chunk=7, out=torch.empty_like(q)
+        ),
         "out": lambda q, k, v: tilewise.attention(
             *(q, k.view(8, 16, 4, 32), v.view(8, 16, 4, 32)), **pages, out=torch.empty_like(q)
         ),
@@ -25,7 +33,7 @@ def cached_calls():
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # inductor's own
-@pytest.mark.parametrize("name", sample(cached_calls(), "decode", "append"))
+@pytest.mark.parametrize("name", sample(cached_calls(), "decode", "append", "chunks, out"))
 def test_inductor_calls_operators_of_a_cache(name):
     """Whose last arguments have defaults: generated code passes those by keyword."""
     call, tensors = cached_calls()[name], [torch.randn(2, n, 4, 32) for n in (1, 64, 64)]

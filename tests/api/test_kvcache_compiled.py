@@ -4,7 +4,8 @@ eager call does, before it writes. Rows of a cache that are written twice, and a
 
 import pytest
 import torch
-from helpers.appends import bits
+from helpers.appends import bits, drawn, results
+from helpers.tiers import sample
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import tilewise
@@ -97,6 +98,16 @@ def test_a_compiled_call_is_the_eager_one(call):
         assert torch.equal(again(copy), attend(given))
     for name, x in given.items():
         assert torch.equal(copy[name], x), name
+
+
+@pytest.mark.parametrize("seed", sample(range(12), 1, 6))  # in chunks, over caches of 8 bits
+def test_random_calls_are_one_graph(seed):
+    torch._dynamo.reset()
+    again = torch.compile(tilewise.flash_attn_with_kvcache, fullgraph=True, backend="eager")
+    given = drawn(seed)
+    with torch.no_grad():
+        found = results(again, given)
+    assert all(map(torch.equal, found, results(tilewise.flash_attn_with_kvcache, given)))
 
 
 def test_a_trace_has_one_operator():

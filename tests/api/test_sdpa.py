@@ -82,9 +82,14 @@ SHAPES = {  # of query, key and value
 }
 
 
+# torch 2.11's own kernel divides by the number of heads, which ends the process
+NO_HEADS = pytest.mark.skipif(torch.__version__ < "2.12", reason="no heads end torch 2.11")
+CASES = [pytest.param(x, marks=NO_HEADS if x == "no heads" else ()) for x in SHAPES]
+
+
 @FREE
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", CASES)
 def test_shapes_broadcast_as_in_torch(name, is_causal):
     check(qkv(*SHAPES[name]), is_causal=is_causal)
 

@@ -203,19 +203,32 @@ def attention(
     """
     if unknown:
         raise unexpected("tilewise.attention", unknown)
-    if shards.contexts and shards.is_sharded():
-        del unknown  # what is left are the arguments
-        return shards.of_shards(**locals())
-    entry = None
     # FP8 products have entries of their own
     is_fp8 = not (q_descale is out_dtype is backward is None)
     is_fp8 = is_fp8 or type(q) is Quantized or getattr(q, "dtype", None) in ONE_BYTE
-    is_modified = not (mask_mod is score_mod is block_mask is None)
-    if not (is_fp8 or is_modified) and type(dropout_p) in (int, float) and dropout_p == 0:
-        if torch.compiler.is_dynamo_compiling() and fits_node((q, k, v), window):
-            has_none = page_table is split_size is k_descale is v_descale is out is None
-            if has_none and (cu_seqlens_q is None or cu_seqlens_k is not None):  # of a cache
-                return paths.traced("attention", **locals())
+    is_plain = not is_fp8 and mask_mod is score_mod is block_mask is None
+    is_plain = is_plain and type(dropout_p) in (int, float) and dropout_p == 0
+    is_sharded = shards.contexts and shards.is_sharded()
+    if is_sharded or torch.compiler.is_dynamo_compiling():
+        scores: Any = {"scale": scale, "softcap": softcap, "bias": bias, "sinks": sinks}
+        scores = {**scores, "alibi_slopes": alibi_slopes, "causal": causal, "window": window}
+        starts = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+        lengths = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+        used = {"seqused_q": seqused_q, "seqused_k": seqused_k}
+        options: Any = {"deterministic": deterministic, "layout": layout, "return_lse": return_lse}
+        options = {**scores, **starts, **lengths, **used, **options, "backend": backend}
+        has_cache = not (page_table is split_size is k_descale is v_descale is out is None)
+        has_cache = has_cache or (cu_seqlens_q is not None and cu_seqlens_k is None)
+        if is_sharded:
+            options |= dict(mask_mod=mask_mod, score_mod=score_mod, block_mask=block_mask)
+            options |= dict(dropout_p=dropout_p, dropout_rng=dropout_rng, page_table=page_table)
+            options |= dict(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+            options |= dict(split_size=split_size, out=out, out_dtype=out_dtype, backward=backward)
+            return shards.innermost()(q=q, k=k, v=v, **options)
+        if is_plain and not has_cache and fits_node((q, k, v), window):
+            return paths.traced("attention", q=q, k=k, v=v, **options)
+    entry = None
+    if is_plain:
         plain = "attention", causal, scale, softcap, split_size, deterministic, layout, return_lse
         plain = *plain, backend, invariance.is_on
         if max_seqlen_q is not None or max_seqlen_k is not None:

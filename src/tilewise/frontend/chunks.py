@@ -44,6 +44,13 @@ def within_chunk(numbers: Numbers, chunk: int) -> Numbers:
     return numbers._replace(window=(left, right))
 
 
+def chunk_of_cache(chunk: int) -> FlatMods:
+    """The mask of chunks for a KV cache, whose queries are the last keys, in place of a `mask_mod`,
+    which a compiler would trace.
+    """
+    return _modifiers(chunk, None)
+
+
 def chunk_of_batch(chunk: int, q: Tensor, k: Tensor) -> FlatMods:
     """The mask of chunks for (batch, seqlen, nheads, headdim)."""
     if not chunk or q.shape[1] == k.shape[1]:

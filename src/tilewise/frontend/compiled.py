@@ -24,13 +24,10 @@ nodes: dict[str, Callable[..., Any]] = {}  # by their functions; `in_graph` tell
 
 def has_node(function: Function) -> Function:
     """Decorates a function that calls `traced`, and gives its module the node."""
-    name, kinds = f"{function.__name__}_node", inspect.signature(function).parameters.values()
-    parameters = [x.name for x in kinds if x.kind is not inspect.Parameter.VAR_KEYWORD]
+    name, first = f"{function.__name__}_node", next(iter(inspect.signature(function).parameters))
 
     def node(**arguments: Any) -> Any:
-        arguments = {x: arguments[x] for x in parameters if x in arguments}
-        q = arguments[parameters[0]]
-        if type(q) in PLAIN_TENSORS:  # not traced: Dynamo left the call, and would come back
+        if type(arguments[first]) in PLAIN_TENSORS:  # Dynamo left the call, and would come back
             eager: Any = torch.compiler.disable(function)
             return eager(**arguments)
         mark_cacheable(f"{function.__module__}.{name}")

@@ -13,7 +13,6 @@ from ..errors import ArgumentError, Words
 from ..features import refuse
 from ..kernels.common.quantized import Quantized
 from ..keywords import refuses_others, unexpected
-from ..mods.masks import chunked
 from ..ops import context_parallel as shards
 from ..ops.calls import Entry, find
 from ..problem import Extras
@@ -22,7 +21,7 @@ from . import fp8, paths
 from .attention import attention
 from .call import call, launch
 from .checks import check_rank, in_order, with_contiguous_rows
-from .chunks import check_chunk, chunk_of_batch, chunk_of_packed, within_chunk
+from .chunks import check_chunk, chunk_of_batch, chunk_of_cache, chunk_of_packed, within_chunk
 from .compiled import fits_node, has_node
 from .paths import eight_bit_inputs, has_fp8
 from .scalars import (
@@ -134,7 +133,12 @@ def flash_attn_func(
     entry, optional = None, (alibi_slopes, learnable_sink)
     if not has_more and is_plain(dropout_p, attention_chunk):
         if torch.compiler.is_dynamo_compiling() and fits_node(inputs, window_size):
-            return paths.traced("flash_attn_func", **locals())
+            scores: Any = {"softmax_scale": softmax_scale, "softcap": softcap, "causal": causal}
+            learned = {"alibi_slopes": alibi_slopes, "learnable_sink": learnable_sink}
+            returned = {"return_attn_probs": return_attn_probs, "return_lse": return_lse}
+            hints = {"deterministic": deterministic, "num_splits": num_splits, "pack_gqa": pack_gqa}
+            options = {**scores, **learned, **returned, **hints, "window_size": window_size}
+            return paths.traced("flash_attn_func", q=q, k=k, v=v, **options)
         plain = "flash_attn", softmax_scale, *flags
         entry, _ = find((*inputs, *optional), plain=plain, window=window_size)
         if entry is not None and entry.call is not None:
@@ -238,7 +242,16 @@ def flash_attn_varlen_func(
     has_more = not (block_table is q_descale is k_descale is v_descale is out_dtype is None)
     if not has_more and is_plain(dropout_p, attention_chunk):
         if torch.compiler.is_dynamo_compiling() and fits_node(inputs, window_size):
-            return paths.traced("flash_attn_varlen_func", **locals())
+            scores: Any = {"softmax_scale": softmax_scale, "softcap": softcap, "causal": causal}
+            learned = {"alibi_slopes": alibi_slopes, "learnable_sink": learnable_sink}
+            returned = {"return_attn_probs": return_attn_probs, "return_lse": return_lse}
+            hints = {"deterministic": deterministic, "num_splits": num_splits, "pack_gqa": pack_gqa}
+            lengths = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+            used = {"seqused_q": seqused_q, "seqused_k": seqused_k}
+            starts = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+            options = {**scores, **learned, **returned, **hints, "window_size": window_size}
+            options = {**options, **lengths, **used, **starts}
+            return paths.traced("flash_attn_varlen_func", q=q, k=k, v=v, **options)
         plain = "flash_attn_varlen", softmax_scale, *bounds, *flags
         entry, _ = find((*inputs, *optional), plain=plain, window=window_size, checks_values=True)
         if entry is not None and entry.call is not None:
@@ -266,7 +279,7 @@ def flash_attn_varlen_func(
             max_seqlen_q=longest_of(max_seqlen_q) or None,
             k_descale=k_descale,
             v_descale=v_descale,
-            mask_mod=chunked(chunk) if chunk else None,
+            mask_mod=chunk_of_cache(chunk) if chunk else None,
         )
     else:
         quantized = None

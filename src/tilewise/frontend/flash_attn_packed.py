@@ -54,9 +54,13 @@ def flash_attn_qkvpacked_func(
     """
     if unknown:
         raise unexpected("tilewise.flash_attn_qkvpacked_func", unknown)
-    del unknown  # what is left are the arguments
-    options = locals()
-    q, k, v = _unpack("qkv", options.pop("qkv"), parts=3)
+    scores: Any = {"softmax_scale": softmax_scale, "softcap": softcap, "dropout_p": dropout_p}
+    mask = {"causal": causal, "window_size": window_size, "attention_chunk": attention_chunk}
+    learned = {"alibi_slopes": alibi_slopes, "learnable_sink": learnable_sink}
+    returned = {"return_attn_probs": return_attn_probs, "return_lse": return_lse}
+    hints = {"deterministic": deterministic, "num_splits": num_splits, "pack_gqa": pack_gqa}
+    options = {**scores, **mask, **learned, **returned, **hints}
+    q, k, v = _unpack("qkv", qkv, parts=3)
     return flash_attn_func(q, k, v=v, **options)
 
 
@@ -103,10 +107,14 @@ def flash_attn_kvpacked_func(
     """
     if unknown:
         raise unexpected("tilewise.flash_attn_kvpacked_func", unknown)
-    del unknown  # what is left are the arguments
-    options = locals()
-    k, v = _unpack("kv", options.pop("kv"), parts=2)
-    return flash_attn_func(options.pop("q"), k, v=v, **options)
+    scores: Any = {"softmax_scale": softmax_scale, "softcap": softcap, "dropout_p": dropout_p}
+    mask = {"causal": causal, "window_size": window_size, "attention_chunk": attention_chunk}
+    learned = {"alibi_slopes": alibi_slopes, "learnable_sink": learnable_sink}
+    returned = {"return_attn_probs": return_attn_probs, "return_lse": return_lse}
+    hints = {"deterministic": deterministic, "num_splits": num_splits, "pack_gqa": pack_gqa}
+    options = {**scores, **mask, **learned, **returned, **hints}
+    k, v = _unpack("kv", kv, parts=2)
+    return flash_attn_func(q, k, v=v, **options)
 
 
 def flash_attn_varlen_qkvpacked_func(

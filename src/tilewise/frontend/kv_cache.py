@@ -14,7 +14,7 @@ from ..errors import Words
 from ..kernels.common.appended import AppendedCall
 from ..kernels.common.cached import Cached
 from ..keywords import refuses_others, unexpected
-from ..mods.masks import Predicate, chunked
+from ..mods.flat import FlatMods
 from ..ops import append as append_ops
 from ..ops.autocast import autocast
 from ..ops.calls import find
@@ -26,7 +26,7 @@ from . import invariance, new_keys, paths, values
 from .cache_arguments import check_kinds, check_memory, lengths_after, lengths_before
 from .cached import attend_cached, check_cached, check_outputs, launch_step
 from .checks import check_form, with_contiguous_rows
-from .chunks import check_chunk, within_chunk
+from .chunks import check_chunk, chunk_of_cache, within_chunk
 from .compiled import fits_node, has_node
 from .scalars import Numbers, Window, check_bounds, check_flag, longest_of, step_bound
 
@@ -49,6 +49,7 @@ WITH_NEW = {x: WORDS_OF[x]._replace(seqused_k="cache_seqlens + new keys") for x 
 
 @refuses_others("tilewise.flash_attn_with_kvcache")
 @has_node
+@new_keys.has_operator
 def flash_attn_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
@@ -138,25 +139,20 @@ def flash_attn_with_kvcache(
     """
     if unknown:
         raise unexpected("tilewise.flash_attn_with_kvcache", unknown)
-    is_operator = scheduler_metadata == "operator"  # which calls the function
     del scheduler_metadata, pack_gqa, sm_margin, num_splits  # hints
     entry = addresses = None
     longest = 0 if max_seqlen_q is None else step_bound(max_seqlen_q)
     place = block_table if page_table is None else page_table
     table_name = "block_table" if page_table is None else "page_table"
-    has_one_table = page_table is None or block_table is None
     has_new = not (k is v is rotary_cos is rotary_sin is cu_seqlens_k_new is rotary_seqlens is None)
     is_moved = not (cache_batch_idx is cache_leftpad is None)
-    descales = k_descale, v_descale
     has_kernels = not (has_new and isinstance(k_cache, Tensor) and k_cache.is_cpu)
     has_kernels = has_kernels or append_ops.interpreter_is_on()
-    if torch.compiler.is_dynamo_compiling() and has_one_table and not invariance.is_on:
-        caches = q, k_cache, v_cache
-        if fits_node(caches, window_size) and qv is q_descale is k_descale is v_descale is out:
-            return paths.traced("flash_attn_with_kvcache", **locals())
-    if has_one_table and isinstance(cache_seqlens, Tensor) and cache_seqlens.ndim == 1:
+    is_compiled = torch.compiler.is_dynamo_compiling()
+    may_be_known = (page_table is None or block_table is None) and not is_compiled
+    if may_be_known and isinstance(cache_seqlens, Tensor) and cache_seqlens.ndim == 1:
         tensors = q, k_cache, v_cache, place, cache_seqlens, cu_seqlens_q
-        tensors = *tensors, alibi_slopes, learnable_sink, *descales, out
+        tensors = *tensors, alibi_slopes, learnable_sink, k_descale, v_descale, out
         plain = "flash_attn_with_kvcache", causal, softmax_scale, softcap, return_softmax_lse
         plain = *plain, attention_chunk, invariance.is_on, longest
         if has_new:
@@ -175,13 +171,23 @@ def flash_attn_with_kvcache(
             )
             if results is not None:
                 return results if return_softmax_lse else results[0]
-    arguments: Any = dict(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, qv=qv)
-    arguments |= dict(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
-    arguments |= dict(rotary_cos=rotary_cos, rotary_sin=rotary_sin, rotary_seqlens=rotary_seqlens)
-    arguments |= dict(cache_seqlens=cache_seqlens, cache_leftpad=cache_leftpad)
-    arguments |= dict(cache_batch_idx=cache_batch_idx, cu_seqlens_q=cu_seqlens_q, out=out)
-    arguments |= dict(cu_seqlens_k_new=cu_seqlens_k_new, alibi_slopes=alibi_slopes)
-    arguments |= dict(block_table=block_table, page_table=page_table, learnable_sink=learnable_sink)
+    queries: Any = {"q": q, "qv": qv, "cu_seqlens_q": cu_seqlens_q, "out": out}
+    caches: Any = {"k_cache": k_cache, "v_cache": v_cache, "cache_seqlens": cache_seqlens}
+    moved = {"cache_batch_idx": cache_batch_idx, "cache_leftpad": cache_leftpad}
+    tables = {"block_table": block_table, "page_table": page_table}
+    scales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    new: Any = {"k": k, "v": v, "cu_seqlens_k_new": cu_seqlens_k_new}
+    rotary: Any = {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin}
+    rotary = {**rotary, "rotary_seqlens": rotary_seqlens, "rotary_interleaved": rotary_interleaved}
+    scores: Any = {"softmax_scale": softmax_scale, "softcap": softcap, "alibi_slopes": alibi_slopes}
+    band: Any = {"causal": causal, "window_size": window_size, "attention_chunk": attention_chunk}
+    arguments = {**queries, **caches, **moved, **tables, **scales, **new, **rotary}
+    arguments = {**arguments, **scores, **band, "learnable_sink": learnable_sink}
+    if is_compiled and not invariance.is_on:
+        has_more = not (qv is q_descale is k_descale is v_descale is out is None)
+        if not has_more and fits_node((q, k_cache, v_cache), window_size):
+            returned: Any = {"max_seqlen_q": max_seqlen_q, "return_softmax_lse": return_softmax_lse}
+            return paths.traced("flash_attn_with_kvcache", **arguments, **returned)
     check_kinds(arguments)
     inputs = q, k, v
     q, k, v = with_contiguous_rows((("q", q), ("k", k), ("v", v)))
@@ -225,21 +231,21 @@ def flash_attn_with_kvcache(
     cached = cached._replace(entry=None if has_new or chunk else entry)
     rows = None if cache_batch_idx is None else place
     append = keep = None
-    mask_mod = chunked(chunk) if chunk else None
+    mask = chunk_of_cache(chunk) if chunk else None
     if k is not None:
         arguments |= dict(q=q, k=k, v=v, rotary_interleaved=rotary_interleaved, causal=causal)
         arguments |= dict(before=before, table=table, rows=rows, is_at_first=window == (-1, -1))
         call = record_of(AppendedCall, arguments)
         if rotary_cos is not None:
             new_keys.check_positions(call)
-        if is_traced and not is_operator:
-            scalars = _checked(cached, out, numbers, mask_mod=mask_mod).scalars
+        if is_traced:
+            scalars = _checked(cached, out, numbers, mask=mask).scalars
             arguments |= dict(softmax_scale=scalars.scale, softcap=scalars.softcap)
             arguments |= dict(window_size=window, attention_chunk=chunk, cache_seqlens=before)
             result, lse = new_keys.attend_traced(call, arguments | dict(max_seqlen_q=longest))
             return (result, lse) if return_softmax_lse else result
         if has_kernels:  # which are given `out` and the others unchanged
-            cached = _checked(cached, out, numbers, mask_mod=mask_mod)
+            cached = _checked(cached, out, numbers, mask=mask)
             is_kept = entry is not None and not chunk
             cached, keep = new_keys.append_new(cached, call, used=used, is_kept=is_kept)
         else:
@@ -247,20 +253,15 @@ def flash_attn_with_kvcache(
     elif cache_leftpad is not None:
         cached = new_keys.without_padding(cached, rows=rows, leftpad=cache_leftpad)
     is_checked = k is not None and has_kernels
-    result, lse = _attend(cached, out, numbers, mask_mod, append, is_checked)
+    result, lse = _attend(cached, out, numbers, mask, append, is_checked)
     if entry is not None and keep is not None and cached.entry.call is not None:
         entry.call = keep(cached.entry.call)
     return (result, lse) if return_softmax_lse else result
 
 
-new_keys.function = flash_attn_with_kvcache
-
-
-def _checked(
-    cached: Cached, out: Tensor | None, numbers: Numbers, mask_mod: Predicate | None
-) -> Cached:
+def _checked(cached: Cached, out: Tensor | None, numbers: Numbers, mask: FlatMods | None) -> Cached:
     """The checked call of a `Cached`, of which `_attend` will refuse nothing."""
-    cached = check_cached(cached, numbers, mask_mod=mask_mod, words=WORDS)
+    cached = check_cached(cached, numbers, mask_mod=mask, words=WORDS)
     check_outputs(cached, out, layout="bshd", words=WORDS)
     check_run(cached, out)
     return cached
@@ -270,7 +271,7 @@ def _attend(
     cached: Cached,
     out: Tensor | None,
     numbers: Numbers,
-    mask_mod: Predicate | None,
+    mask: FlatMods | None,
     append: Callable[[Cached], Cached] | None,
     is_checked: bool,
 ) -> tuple[Tensor, Tensor]:
@@ -279,14 +280,14 @@ def _attend(
     between check and launch: a call that is refused writes nothing.
     """
     addresses, tensors = None, (*cached.tensors, out)
-    if mask_mod is None and cached.entry is None:
+    if mask is None and cached.entry is None:
         plain = "cache", *numbers[:-1], invariance.is_on, cached.longest  # but the window
         entry, addresses = find(tensors, plain=plain, window=numbers.window, checks_values=True)
         cached = cached._replace(entry=entry)
     step = None if cached.entry is None else cached.entry.call
     if append is not None:
         if step is None:
-            cached, is_checked = _checked(cached, out, numbers, mask_mod=mask_mod), True
+            cached, is_checked = _checked(cached, out, numbers, mask=mask), True
         cached = append(cached)
         addresses, tensors = None, (*cached.tensors, out)
     if step is not None:
@@ -294,5 +295,5 @@ def _attend(
         if results is not None:
             return results
     if not is_checked:
-        cached = check_cached(cached, numbers, mask_mod=mask_mod, words=WORDS)
+        cached = check_cached(cached, numbers, mask_mod=mask, words=WORDS)
     return attend_cached(cached, out, layout="bshd", words=WORDS)

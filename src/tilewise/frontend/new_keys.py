@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -27,8 +27,11 @@ from .values import knows_values
 
 Tensor = torch.Tensor
 STORED = "k", "v", "k_descale", "v_descale"  # of a `Cached`
-function: Any = None  # `flash_attn_with_kvcache`, which puts itself here
 
+NAMES = [x.name for x in torch._C.parse_schema("call" + WITH_NEW_KEYS).arguments]
+CALLERS = {row_scales: name for name, row_scales in append_ops.SCALES.items()}
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 Step = Callable[[Any], Any]  # from the decode step of a call the step of its append, too
 
 
@@ -149,22 +152,25 @@ def attend_traced(call: AppendedCall, arguments: dict[str, Any]) -> tuple[Tensor
     return fresh if call.out is None else call.out, lse
 
 
-def _kernel(args: tuple) -> tuple[Tensor, Tensor]:
-    values = {CALLERS.get(name, name): x for name, x in zip(NAMES, args) if x is not None}
-    values["window_size"] = tuple(values["window_size"])
-    is_on = values.pop("is_invariant")  # in a saved program perhaps not as it is here
-    is_same = is_on == invariance.is_on
-    with contextlib.nullcontext() if is_same else invariance.batch_invariant(is_on):
-        out, lse = function(**values, return_softmax_lse=True, scheduler_metadata="operator")
-    return out.new_empty(0) if "out" in values else out, lse
+def has_operator(function: Function) -> Function:
+    """Decorates a function that calls `attend_traced`, and defines the operator, which runs it."""
+
+    def kernel(args: tuple) -> tuple[Tensor, Tensor]:
+        values = {CALLERS.get(name, name): x for name, x in zip(NAMES, args) if x is not None}
+        values["window_size"] = tuple(values["window_size"])
+        # A tensor subclass is traced no further
+        plain = {name: x.as_subclass(Tensor) for name, x in values.items() if isinstance(x, Tensor)}
+        is_on = values.pop("is_invariant")  # in a saved program perhaps not as it is here
+        is_same = is_on == invariance.is_on
+        with contextlib.nullcontext() if is_same else invariance.batch_invariant(is_on):
+            out, lse = function(**values | plain, return_softmax_lse=True)
+        return out.new_empty(0) if "out" in values else out, lse
+
+    operator(function.__name__, schema=WITH_NEW_KEYS, kernel=kernel, fake=_fake)
+    return function
 
 
 def _fake(args: tuple) -> tuple[Tensor, Tensor]:
     q, k_cache, v_cache, out = args[:4]
     fresh, lse = empty_outputs(Cached(q, k_cache, v=v_cache), out=out)
     return fresh if out is None else q.new_empty(0), lse
-
-
-operator("flash_attn_with_kvcache", schema=WITH_NEW_KEYS, kernel=_kernel, fake=_fake)
-NAMES = [x.name for x in torch.ops.tilewise.flash_attn_with_kvcache.default._schema.arguments]
-CALLERS = {row_scales: name for name, row_scales in append_ops.SCALES.items()}

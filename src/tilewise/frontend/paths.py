@@ -58,10 +58,7 @@ check_block_mask: Callable[..., BlockMask | None]
 
 
 def traced(name: str, /, **arguments: Any) -> Any:
-    """Calls a node in what Dynamo traces, once it was told of nodes: torch 2.11 asks only once.
-    `arguments` are the locals of its function, parameters among them. Of these no comprehension may
-    capture one: Dynamo reads no cell that is still empty.
-    """
+    """Calls a node in what Dynamo traces, once it was told of nodes: torch 2.11 asks only once."""
     from .in_graph import nodes
 
     return nodes[name](**arguments)

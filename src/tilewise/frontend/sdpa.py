@@ -4,7 +4,7 @@ dimensions and its argument names in errors.
 
 from __future__ import annotations
 
-from typing import Never
+from typing import Any, Never
 
 import torch
 
@@ -92,7 +92,10 @@ def scaled_dot_product_attention(
         raise unexpected("tilewise.scaled_dot_product_attention", unknown)
     if torch.compiler.is_dynamo_compiling() and attn_mask is None and dropout_p == 0:
         if fits_node((query, key, value)) and not shards.contexts:
-            return paths.traced("scaled_dot_product_attention", **locals())
+            options: Any = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+            return paths.traced(
+                "scaled_dot_product_attention", query=query, key=key, value=value, **options
+            )
     return with_lse(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)[0]
 
 
@@ -112,7 +115,7 @@ def with_lse(
     if shards.contexts and shards.is_sharded():
         _check_shards((query, key, value), attn_mask)
         x = batched(query, key, value, enable_gqa=check_flag("enable_gqa", enable_gqa), words=WORDS)
-        return shards.of_shards(
+        return shards.innermost()(
             q=x.query,
             k=x.key,
             v=x.value,

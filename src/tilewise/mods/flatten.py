@@ -19,7 +19,7 @@ Tensor = torch.Tensor
 
 
 def modifiers_of(
-    mask_mod: masks.Predicate | None,
+    mask_mod: masks.Predicate | FlatMods | None,
     score_mod: scores.ScoreFunction | None,
     block_mask: BlockMask | None,
     sizes: tuple[int, int, int, int],
@@ -29,6 +29,8 @@ def modifiers_of(
     """
     if mask_mod is None and score_mod is None and block_mask is None:
         return NO_MODIFIERS
+    if isinstance(mask_mod, FlatMods):
+        return mask_mod
     blocks, block = (), (0, 0)
     if block_mask is not None:
         if mask_mod is not None:

@@ -2,7 +2,7 @@
 and say nothing.
 
 Inside of `tilewise.distributed.context_parallel` the calls that know how go to it, by
-`is_sharded` and `of_shards`. Inside of torch's `context_parallel` torch replaces its own attention
+`is_sharded` and `innermost`. Inside of torch's `context_parallel` torch replaces its own attention
 alone; what torch's ring itself asks of us by `enable_sdpa` are steps over whole shards. Every other
 call is refused.
 """
@@ -46,24 +46,17 @@ class unsharded:  # a function by its name; contextlib would take the host longe
 
 
 def is_sharded() -> bool:
-    """Whether a call belongs to `of_shards`."""
+    """Whether a call belongs to the innermost context."""
     if not contexts:
         return False
     return torch.compiler.is_compiling() or not _whole.get()  # compilers trace no `unsharded`
 
 
 def innermost() -> Any:
-    """The innermost context: its `layout`, and `reporting(*tensors)`, inside of which an error is
-    one of all ranks.
+    """The innermost context, which takes the arguments of `tilewise.attention`: its `layout`, and
+    `reporting(*tensors)`, inside of which an error is one of all ranks.
     """
     return contexts[-1]
-
-
-def of_shards(**arguments: Any) -> Any:
-    """What the innermost context's attention gives."""
-    # Where a compiler breaks its graph in a function, the locals of that have names of its own
-    arguments = {name: x for name, x in arguments.items() if not name.startswith("__")}
-    return contexts[-1](**arguments)
 
 
 def refuse_shards() -> None:

@@ -68,7 +68,7 @@ def quantize(
     arguments = dict(zip(ARGUMENTS, (*inputs, *scales, *of, *tables, *steps)))
     outputs = torch.ops.tilewise.quantize(**arguments)
     of_data = zip(scales, outputs[3:6])
-    used_scales = Scales._make(x if scale is None else scale for scale, x in of_data)
+    used_scales = Scales._make([x if scale is None else scale for scale, x in of_data])
     k_mean = outputs[6] if steps.smooth_k else None
     v_mean, v_drift = outputs[7:] if steps.smooth_v else (None, None)
     v_drift = v_drift if inputs[2].shape[3] > TWO_LEVELS else None
