@@ -7,6 +7,8 @@ import torch
 from helpers.appends import bits, drawn, results
 from helpers.tiers import sample
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._mode_utils import no_dispatch
+from torch.utils.flop_counter import FlopCounterMode
 
 import tilewise
 from tilewise import ArgumentError, cache
@@ -127,6 +129,14 @@ def test_a_tensor_subclass_is_no_trace():
 
     copy["q"] = copy["q"].as_subclass(Subclass)
     assert torch.equal(attend(copy), attend(given))
+    assert torch.equal(copy["k_cache"], given["k_cache"])
+
+
+def test_an_operator_in_a_mode_that_is_kept_from_it_ends():
+    given = step(has_out=False)
+    copy = {name: x.clone() for name, x in given.items()}
+    with FlopCounterMode(display=False), no_dispatch():
+        assert torch.equal(attend(copy), attend(given))
     assert torch.equal(copy["k_cache"], given["k_cache"])
 
 

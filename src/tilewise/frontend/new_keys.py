@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import ArgumentError
 from ..features import WITH_NEW_KEYS, refuse_gradients
@@ -158,11 +159,13 @@ def has_operator(function: Function) -> Function:
     def kernel(args: tuple) -> tuple[Tensor, Tensor]:
         values = {CALLERS.get(name, name): x for name, x in zip(NAMES, args) if x is not None}
         values["window_size"] = tuple(values["window_size"])
-        # A tensor subclass is traced no further
+        # Tensors of a subclass, and calls in a mode that is kept from them, are traced no further
         plain = {name: x.as_subclass(Tensor) for name, x in values.items() if isinstance(x, Tensor)}
+        has_modes = torch._C._len_torch_dispatch_stack() > 0
+        modes = _disable_current_modes() if has_modes else contextlib.nullcontext()
         is_on = values.pop("is_invariant")  # in a saved program perhaps not as it is here
         is_same = is_on == invariance.is_on
-        with contextlib.nullcontext() if is_same else invariance.batch_invariant(is_on):
+        with modes, contextlib.nullcontext() if is_same else invariance.batch_invariant(is_on):
             out, lse = function(**values | plain, return_softmax_lse=True)
         return out.new_empty(0) if "out" in values else out, lse
 
