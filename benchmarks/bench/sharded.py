@@ -130,15 +130,16 @@ def results_of(of: Sharded, call: Any, tensors: Inputs) -> Results:
     return Results(out.detach(), *torch.autograd.grad(out, leaves, tensors.dout))
 
 
-def one_process(of: Sharded) -> Any:
+def one_process(of: Sharded, device: str) -> Any:
     """The call of one process on the whole sequence, which says what is ideal."""
     starts = of.starts
+    if starts is None:
+        return lambda q, k, v: tilewise.attention(q, k, v, **of.options)
+    # Made once: to copy a list to a GPU waits for all work before it
+    at = torch.tensor(starts, dtype=torch.int32, device=device)
+    lengths: Any = dict(cu_seqlens_q=at, cu_seqlens_k=at)
 
     def whole(q: Tensor, k: Tensor, v: Tensor) -> Any:
-        if starts is None:
-            return tilewise.attention(q, k, v, **of.options)
-        at = torch.tensor(starts, dtype=torch.int32, device=q.device)
-        lengths: Any = dict(cu_seqlens_q=at, cu_seqlens_k=at)
         out: Any = tilewise.attention(q[0], k[0], v[0], **of.options, **lengths)
         return out[None]
 

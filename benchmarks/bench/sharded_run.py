@@ -83,7 +83,7 @@ def run_case(of: Sharded, timing: Timing, common: Stamp) -> list[Outcome[Sharded
     whole = make_inputs(of, timing.device)
     with contextlib.ExitStack() as stack:
         ready: dict[str, Ready | Outcome[Sharded]] = {}
-        call = one_process(of)
+        call = one_process(of, timing.device)
         one = results_of(of, call, whole)
         ready[ONE] = Ready(caller(of, call, whole), None, {})
         for name in timing.sides:

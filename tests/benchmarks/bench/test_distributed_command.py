@@ -97,7 +97,7 @@ def test_what_is_wrong_is_seen(more):
     """In any of the results of a rank, at the rows that are looked at."""
     of = Sharded(1, 160, 4, 2, 16, dtype="float32", direction="fwd+bwd", **more)
     whole = make_inputs(of, "cpu")
-    one = results_of(of, one_process(of), whole)
+    one = results_of(of, one_process(of, "cpu"), whole)
     layout = td.contiguous(160, 1)
     layout = layout if of.starts is None else layout.packed(of.starts)
     assert judge(of, one, layout, whole, one).passes
@@ -108,7 +108,15 @@ def test_what_is_wrong_is_seen(more):
             wrong[:, row] += 1
             verdict = judge(of, one._replace(**{name: wrong}), layout, whole, one)
             assert not verdict.passes and verdict.what.startswith(name), (name, row)
-    assert torch.equal(one.out, results_of(of, one_process(of), whole).out)
+    assert torch.equal(one.out, results_of(of, one_process(of, "cpu"), whole).out)
+
+
+def test_a_timed_call_makes_no_tensor_of_lengths(monkeypatch):
+    """On a GPU that would wait for the calls before it."""
+    of = Sharded(1, 160, 4, 2, 16, dtype="float32", documents=3)
+    whole, call = make_inputs(of, "cpu"), one_process(of, "cpu")
+    monkeypatch.delattr(torch, "tensor")
+    call(*whole[:3])
 
 
 def test_host_times_are_of_few_short_calls(monkeypatch):
