@@ -11,6 +11,7 @@ import operator
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ import torch.distributed as dist
 import tilewise.distributed as td
 from tilewise.distributed.transport.arena import arena_of
 from tilewise.distributed.transport.halves import Arena
+from tilewise.distributed.transport.wire import Wire
 
 from .check import Verdict
 from .peers import Absent
@@ -100,7 +102,7 @@ def run_case(of: Sharded, timing: Timing, common: Stamp) -> list[Outcome[Sharded
             share = 1 if name == ONE else of.ranks  # of the FLOPs, on each GPU
             extra = x.extra if name == ONE else {**x.extra, "of_ideal": spread.median}
             if name in host:
-                extra = {**extra, "host_us": host[name]}
+                extra = extra | host[name]
             more: Any = dict(flops=of.flops / share, extra=extra)
             row = Row.of(common, of, name, times[name], x.verdict, **more)
             x = Outcome(of, name, row, None if name == ONE else spread)
@@ -256,9 +258,10 @@ def clock(call: Callable[[], object], count: int, device: str) -> float:
 
 def host_times(
     calls: Mapping[str, Callable[[], object]], times: Mapping[str, list[float]], timing: Timing
-) -> dict[str, float]:
+) -> dict[str, dict[str, float]]:
     """For each side the microseconds until a call returns, of calls behind each other on an idle
-    GPU: the median, of the slowest rank. None of calls so long that too few could be made.
+    GPU: the median, of the slowest rank; and, if hosts meet, without the time in which a host waits
+    for the others. None of calls so long that too few could be made.
     """
     if not timing.device.startswith("cuda"):
         return {}
@@ -266,8 +269,55 @@ def host_times(
     for name, call in calls.items():
         if HOST_CALLS * min(times[name]) <= HOST_MS:
             dist.barrier()
-            found[name] = Spread.of(clock_host(call, HOST_CALLS)).median * 1e3
-    return dict(zip(found, slowest(list(found.values()))))
+            with HostWaits() as waits:
+                whole = clock_host(waits.noting(call), HOST_CALLS)
+            own = [ms - waited for ms, waited in zip(whole, waits.of_calls)]
+            found[name] = [Spread.of(x).median * 1e3 for x in (whole, own)]
+    whole, own = (slowest([x[i] for x in found.values()]) for i in range(2))
+    named = {name: dict(host_us=us, host_own_us=less) for name, us, less in zip(found, whole, own)}
+    return {
+        name: x if x["host_own_us"] < x["host_us"] else dict(host_us=x["host_us"])
+        for name, x in named.items()
+    }
+
+
+class HostWaits:
+    """Milliseconds that this host waits for others at their barriers: from when it first finds that
+    another has not come until it has.
+    """
+
+    def __init__(self) -> None:
+        self.of_calls: list[float] = []
+        self.ms, self.since = 0.0, 0.0
+
+    def __enter__(self) -> HostWaits:
+        hear = Wire.hear
+
+        def timed(wire: Wire, rank: int, word: bytes) -> bytes | None:
+            other = hear(wire, rank, word)
+            if other is None:
+                self.since = self.since or time.perf_counter()
+            elif self.since:
+                self.ms += (time.perf_counter() - self.since) * 1e3
+                self.since = 0.0
+            return other
+
+        self.patch = mock.patch.object(Wire, "hear", timed)
+        self.patch.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.patch.stop()
+
+    def noting(self, call: Callable[[], object]) -> Callable[[], object]:
+        """The call, which notes what it has waited."""
+
+        def noted() -> None:
+            before = self.ms
+            call()
+            self.of_calls.append(self.ms - before)
+
+        return noted
 
 
 def slowest(times: Sequence[float]) -> list[float]:
@@ -298,5 +348,7 @@ def lines_of(of: Sharded, outcomes: Sequence[Outcome[Sharded]]) -> list[str]:
         share = spread_of(outcome.ratio) if outcome.ratio else ""
         ms = f"{own.median:.4g}", f"{own.p20:.4g}-{own.p80:.4g}", f"{row.tflops:.4g}"
         host = f"{row.extra['host_us']:.0f}" if "host_us" in row.extra else "-"
+        if "host_own_us" in row.extra:
+            host += f" ({row.extra['host_own_us']:.0f} own)"
         rows.append((f"  {outcome.provider}", *ms, *errors, same, host, share))
     return [f"\n{of}", *aligned(rows)]

@@ -128,7 +128,9 @@ def test_host_times_are_of_few_short_calls(monkeypatch):
             pass
 
         def __call__(self, call, count):
-            made.append((call(), count))
+            made.append(count)
+            for _ in range(3):
+                call()
             return [0.3, 0.1, 0.2]
 
     monkeypatch.setattr(sharded_run, "HostClock", Clock)
@@ -137,6 +139,20 @@ def test_host_times_are_of_few_short_calls(monkeypatch):
     calls = {"short": lambda: "a", "long": lambda: "b"}
     times = {"short": [9.0, 39.0], "long": [41.0, 50.0]}
     timing = sharded_run.Timing(("short", "long"), "cuda")
-    assert sharded_run.host_times(calls, times, timing) == {"short": pytest.approx(201.0)}
-    assert made == [("a", 5)]
+    found = sharded_run.host_times(calls, times, timing)
+    assert found == {"short": dict(host_us=pytest.approx(201.0))}
+    assert made == [5]
     assert sharded_run.host_times(calls, times, timing._replace(device="cpu")) == {}
+
+
+def test_a_host_does_not_count_its_waits_for_others(monkeypatch):
+    words, now = iter([None, None, b"come", b"come", None, b"come"]), iter([1.0, 1.25, 2.0, 2.5])
+    monkeypatch.setattr(sharded_run.Wire, "hear", lambda wire, rank, word: next(words))
+    monkeypatch.setattr(sharded_run.time, "perf_counter", lambda: next(now))
+    hear = sharded_run.Wire.hear
+    with sharded_run.HostWaits() as waits:
+        wire = sharded_run.Wire(1, 2)
+        call = waits.noting(lambda: [wire.hear(0, b"") for _ in range(3)])
+        call()
+        call()
+    assert waits.of_calls == [250.0, 500.0] and sharded_run.Wire.hear is hear
