@@ -29,6 +29,6 @@ def test_the_barrier_releases_before_it_says_and_acquires_what_it_hears(target):
 @pytest.mark.parametrize("size", sample([1000, 2**33], 2**33))
 def test_poison(dtype, size):
     x = torch.empty(16, dtype=dtype)
-    given = FLAG, WORDS, x, torch.empty(16), size, 0, 3
-    kernel = build(poison_kernel, *given, PROGRAMS=128, BLOCK=4096, num_warps=4)
+    given = FLAG, WORDS, (x, torch.empty(16)), (size, 32), 3
+    kernel = build(poison_kernel, *given, TENSORS=2, PROGRAMS=128, BLOCK=4096, num_warps=4)
     assert stats(kernel)["spill_stores"] == 0

@@ -15,12 +15,13 @@ pytestmark = pytest.mark.compile
 @pytest.mark.parametrize("target", sample(["sm80", "sm90"], "sm90"))
 def test_sum_parts(target, dtype):
     addresses = torch.zeros(8, dtype=torch.int64)
-    of_rows, total = torch.zeros(64, 2, dtype=torch.int32), torch.zeros(64, 128, dtype=dtype)
-    numbers = 2**32, 128, 8, 2**20
-    constants = dict(PART=tl.float32, IS_ALIGNED=True, PROGRAMS=528, BLOCK_M=4, BLOCK_N=256)
+    of_rows = torch.zeros(64, 2, dtype=torch.int32)
+    totals = tuple(torch.zeros(64, 128, dtype=dtype) for _ in range(2))
+    numbers = 2**32, (128, 128), 256, 8, 2**20
+    constants = dict(TENSORS=2, PART=tl.float32, IS_ALIGNED=True, PROGRAMS=528)
     kernel = build(
-        sum_parts_kernel, addresses, of_rows, total, *numbers, on=target, num_warps=4, **constants
+        sum_parts_kernel, addresses, of_rows, totals, *numbers, on=target, num_warps=4, **constants
     )
     found = stats(kernel)
     assert found["spill_stores"] == 0, found
-    assert kernel.asm["ptx"].count("ld.global.v4.b32") == 2  # all 8 numbers of a thread
+    assert kernel.asm["ptx"].count("ld.global.v4.b32") == 2 * 2  # all 8 numbers of a thread

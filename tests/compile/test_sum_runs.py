@@ -13,11 +13,13 @@ pytestmark = pytest.mark.compile
 @pytest.mark.parametrize("dtype, stores", [(torch.float32, 2), (torch.bfloat16, 1)])
 @pytest.mark.parametrize("scattered", sample([False, True], True))
 def test_sum_runs(dtype, stores, scattered):
-    parts, places = torch.zeros(64, 128), torch.zeros(64, 2, dtype=torch.int32)
+    parts, places = (torch.zeros(64, 128),) * 2, torch.zeros(64, 2, dtype=torch.int32)
+    totals = tuple(torch.zeros(64, 128, dtype=dtype) for _ in range(2))
     targets = places[:, 0].contiguous()
-    constants = dict(RUNS=2, SCATTERED=scattered, PROGRAMS=528, BLOCK_M=4, BLOCK_N=256)
-    given = parts, places, targets, torch.zeros(64, 128, dtype=dtype), 1024, 2048, 2**20
+    constants = dict(TENSORS=2, RUNS=2, SCATTERED=scattered, PROGRAMS=528)
+    given = parts, places, targets, totals, (1024, 1024), (2048, 2048), 2**20
     kernel = build(sum_runs_kernel, *given, on="sm90", num_warps=4, **constants)
     assert stats(kernel)["spill_stores"] == 0
     ptx = kernel.asm["ptx"]
-    assert ptx.count("ld.global.v4.b32") == 2 * 2 and ptx.count("st.global.v4.b32") == stores
+    assert ptx.count("ld.global.v4.b32") == 2 * 2 * 2
+    assert ptx.count("st.global.v4.b32") == 2 * stores

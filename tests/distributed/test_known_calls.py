@@ -19,6 +19,7 @@ from helpers.waits import SHORT
 
 import tilewise
 import tilewise.distributed as td
+from tilewise import dispatch
 from tilewise.distributed.api import known_calls
 from tilewise.distributed.methods import heads, one_launch, rows, stream
 from tilewise.distributed.transport import arena as arenas
@@ -32,6 +33,7 @@ from tilewise.kernels.common.results import outputs_of
 from tilewise.kernels.common.workspace import Workspace
 from tilewise.kernels.hopper.fwd import runs_launch
 from tilewise.kernels.hopper.fwd.runs_launch import FORWARD, INTO
+from tilewise.problem import Grads
 
 TOKENS, HEADS = 256, (8, 4)
 counts: collections.Counter = collections.Counter()
@@ -119,6 +121,17 @@ def arena_without_gpu(monkeypatch, nodes=False):
         (launch,) = program.launches
         counts[launch.kernel.__name__] += 1
 
+    def backward_of(call, q, k, v, extras):
+        def gradients(saved, extras, between):
+            between.before_keys()
+            parts = (torch.empty(x.shape, dtype=torch.float32) for x in (saved.k, saved.v))
+            grads = Grads(torch.empty_like(saved.q), *parts)
+            counts["gradients"] += 1
+            between.after_keys(grads)
+            return grads
+
+        return gradients
+
     def whole(spec, q, k, v):
         counts["attention"] += 1
         problem = SimpleNamespace(headdim_v=v.shape[3])
@@ -138,6 +151,8 @@ def arena_without_gpu(monkeypatch, nodes=False):
     monkeypatch.setattr(torch._C, "_cuda_setStream", lambda **given: None, raising=False)
     monkeypatch.setattr(runs_launch, "forward_program", forward_program)
     monkeypatch.setattr(Program, "run", small)
+    monkeypatch.setattr(dispatch, "backward_of", backward_of)
+    monkeypatch.setattr(rows, "working_dtype", lambda x: x.dtype)
     monkeypatch.setattr(rows, "_backend_of_runs", lambda *args, **named: "hopper")
     monkeypatch.setattr(heads.whole, "attend", whole)
     monkeypatch.setattr(heads, "LEAST_ROWS", 1)
@@ -245,12 +260,60 @@ def test_stream_between_nodes(node, learns, monkeypatch):
     assert of_torch["aten::slice"] + of_torch["aten::select"] <= 1, "groups are views"
 
 
+def backward_of_stream(layout):
+    """What a backward does whose forward is the third of its kind."""
+    inputs_of_rank = inputs(True)
+    dout = torch.empty_like(inputs_of_rank[0])
+
+    def forward():
+        return td.attention(*inputs_of_rank, layout=layout, causal=True, method="stream")
+
+    outs = [forward() for _ in range(3)]
+    return warm(lambda: torch.autograd.grad(outs.pop(), inputs_of_rank, dout))
+
+
+def test_the_backward_of_stream(gpu):
+    """K and V, and their parts, are summed in one launch."""
+    found, calls = backward_of_stream(gpu)
+    assert found == {
+        **dict(copy_table_kernel=1, barrier_kernel=2, gradients=1, poison_kernel=1),
+        **dict(sum_runs_kernel=2, sum_parts_kernel=1),
+        **{"copy": 2, "recorded": 5, "waited for": 4},
+    }
+    assert calls < 345
+
+
+def test_the_backward_of_many_runs(gpu):
+    """Their keys are copied in one launch, however many they are."""
+    layout = td.striped(2 * TOKENS, 2, block=64)
+    object.__setattr__(layout, "group", "two ranks")
+    found, calls = backward_of_stream(layout)
+    assert found == {
+        **dict(copy_table_kernel=2, barrier_kernel=2, gradients=1, poison_kernel=1),
+        **dict(sum_runs_kernel=1, sum_parts_kernel=1),
+        **{"copy": 6, "recorded": 7, "waited for": 4},
+    }
+    assert calls < 365
+
+
+def test_the_backward_of_stream_between_nodes(node):
+    """A call of NCCL's for keys, and one for a slice of the parts of both gradients."""
+    found, calls = backward_of_stream(node)
+    assert found == {
+        **dict(copy_table_kernel=1, gradients=1, poison_kernel=1),
+        **dict(sum_runs_kernel=2, sum_parts_kernel=1),
+        **dict(announced=2, met=2, exchanges=2, sent=2, received=2, copy=2),
+        **{"recorded": 7, "waited for": 4},
+    }
+    assert calls < 380
+
+
 @pytest.mark.parametrize("learns", [False, True])
 def test_heads(gpu, learns):
     given = inputs(learns)
     found, calls = warm(lambda: td.attention(*given, layout=gpu, causal=True, method="heads"))
     assert found == {
-        **dict(copy_table_kernel=5, barrier_kernel=3, attention=2, poison_kernel=1 + learns),
+        **dict(copy_table_kernel=5, barrier_kernel=3, attention=2, poison_kernel=1),
         **{"copy": 8, "recorded": 7, "waited for": 7},
     }
     assert calls < 330

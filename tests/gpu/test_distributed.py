@@ -151,7 +151,7 @@ def test_pieces_that_never_come_are_named():
 
 def sums(rank):
     """One kernel adds the parts of the gradients of keys, with the bits of additions one by one, in
-    many slices as in few; and the arena does not grow for them.
+    many slices, for which the arena does not grow, as in few.
     """
     arena = arena_of(dist.group.WORLD, torch.device("cuda", rank))
     for name in ("causal", "window", "documents", "MHA, headdim 256"):
@@ -161,13 +161,17 @@ def sums(rank):
                 shards = (layout.shard(x) for x in (case.q, case.k, case.v))
                 td.attention(*shards, layout=layout, method="stream", **case.options)
             room, kernel = arena.room, arena.part_sums
-            found = case.sharded(layout, method="stream")
-            arena.part_sums = None
-            again = case.sharded(layout, method="stream")
-            arena.part_sums = kernel
+            arena.slice_bytes = 1
+            many = case.sharded(layout, method="stream")
             assert arena.room == room
+            del arena.slice_bytes
+            few = case.sharded(layout, method="stream")
+            arena.part_sums = None
+            one_by_one = case.sharded(layout, method="stream")
+            arena.part_sums = kernel
             for i in (3, 4):
-                assert torch.equal(found[i], again[i]), f"{name}, {layout.kind}: {i}"
+                same = torch.equal(many[i], few[i]) and torch.equal(few[i], one_by_one[i])
+                assert same, f"{name}, {layout.kind}: {i}"
 
 
 def test_the_sum_of_parts():

@@ -27,8 +27,12 @@ def one_by_one(parts, bits, dtype):
 
 
 @pytest.mark.parametrize("part, dtype", KINDS)
-@pytest.mark.parametrize("ranks, rows, columns", [(1, 3, 8), (3, 70, 24), (8, 33, 96), (32, 5, 7)])
-def test_the_bits_of_one_addition_after_the_other(part, dtype, ranks, rows, columns):
+@pytest.mark.parametrize(
+    "ranks, rows, widths", [(1, 3, (8,)), (3, 70, (24, 24)), (8, 33, (96, 16)), (32, 5, (7, 300))]
+)
+def test_the_bits_of_one_addition_after_the_other(part, dtype, ranks, rows, widths):
+    """Of all tensors, whose parts lie side by side, in one launch."""
+    columns = sum(widths)
     draw = torch.Generator().manual_seed(ranks)
     before = 48  # bytes of other things in each block
     blocks = [torch.full((before + rows * columns * part.itemsize,), 255, dtype=torch.uint8)]
@@ -41,14 +45,14 @@ def test_the_bits_of_one_addition_after_the_other(part, dtype, ranks, rows, colu
     bits = torch.randint(-(2**31), 2**31, (rows,), generator=draw).to(torch.int32)
     for rank in range(ranks):  # what a rank has no part of may be anything
         parts[rank][(bits >> rank) & 1 == 0] = float("nan")
-    total = torch.full((rows + 1, columns), 7.0).to(dtype)
+    totals = [torch.full((rows + 1, x), 7.0).to(dtype) for x in widths]
     targets = torch.randperm(rows + 1, generator=draw).to(torch.int32)
     with use_interpreter():
         of_rows = torch.stack([bits, targets[:rows]], 1)
-        PartSums().add(blocks, before, part, of_rows, total)
-    found = total[targets[:rows].long()]
+        PartSums().add(blocks, before, part, of_rows, totals)
+    found = torch.cat([x[targets[:rows].long()] for x in totals], 1)
     assert torch.equal(found.view(torch.uint8), one_by_one(parts, bits, dtype).view(torch.uint8))
-    assert (total[targets[rows].long()] == 7).all()
+    assert all((x[targets[rows].long()] == 7).all() for x in totals)
 
 
 def test_blocks_that_moved():
@@ -58,7 +62,7 @@ def test_blocks_that_moved():
     with use_interpreter():
         for value in (1.0, 2.0):
             blocks = [torch.full((32,), value).view(torch.uint8)]
-            sums.add(blocks, 0, torch.float32, of_rows, total)
+            sums.add(blocks, 0, torch.float32, of_rows, [total])
             assert (total == value).all()
     left = weakref.ref(blocks[0])
     del blocks

@@ -197,8 +197,8 @@ def test_poison(dtype, has_failed):
     report = torch.zeros(1 + LANES, dtype=torch.int64)
     words = torch.zeros(device_words.WORDS, dtype=INT32)
     words[device_words.FAILED], words[device_words.LATE] = has_failed, 5
-    numbers = x.numel(), 67, 9, 4, 4096
-    execute(poison_kernel, options=dict(num_warps=4))[(4,)](words, report, x, y, *numbers)
+    given = words, report, (x, y), (x.numel(), 67), 9, 2, 4, 4096
+    execute(poison_kernel, options=dict(num_warps=4))[(4,)](*given)
     assert (y[67:] == 0).all()
     for z in (x, y[:67]):
         assert z.isnan().all() if has_failed else (z == 0).all()

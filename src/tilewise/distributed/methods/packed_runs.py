@@ -14,10 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...kernels.common.row_table import Table
 from ...problem import OPEN, Between, Grads, Saved, Scalars
 from ..layouts.layout import Layout
 from ..layouts.pulls import Pull, pulls_in_turn
 from ..layouts.work import Band, KeyRun
+from ..transport.copies import Place, places_of, rows_between
 from . import rows
 from .grads import QueryGrads
 from .rows import AddKeyGrads, PulledKeys, attend_run, gradients_of
@@ -122,8 +124,19 @@ def _fill(packing: Packing, pulled: PulledKeys, *, memory: list[Tensor]) -> None
     """Fills that memory, for what the stream does next."""
     pulled.arrive_all()
     if packing.copied is not None and not pulled.is_packed:
-        for x, whole in zip(memory, (pulled.k, pulled.v)):
-            torch.cat([whole[:, run.start : run.stop] for run in packing.copied], 1, out=x)
+        whole = pulled.k, pulled.v
+        copies = _copies_of(packing, places_of(whole), heads=pulled.k.shape[2])
+        pulled.arena.copy(copies, whole, targets=memory)
+
+
+@functools.lru_cache(maxsize=256)
+def _copies_of(packing: Packing, places: tuple[Place, ...], *, heads: int) -> Table:
+    """Lists the copies of whole tensors at these places to packed ones of the same heads."""
+    copies = []
+    for place, (row, start, stop) in itertools.product(places, packing.copied or ()):
+        source, target = place.moved(start), place.moved(row)
+        copies.append(rows_between(source, target, tokens=stop - start, heads=heads))
+    return Table(copies)
 
 
 def attend(spec: ShardCall, q: Tensor, pulled: PulledKeys) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from ...emulation import cpu_modes
 from ...frontend.values import check_scores, knows_values
 from ...ops import attention as ops
 from ...ops.calls import entry_of
-from ...problem import LONG_SEQLEN, WIDEST_EXACT, Between, Extras, Grads, Saved
+from ...problem import LONG_SEQLEN, WIDEST_EXACT, Between, Call, Extras, Grads, Saved
 from ..layouts.work import KeyRun
 from ..transport.halves import Arena
 from .grads import LearnedSum, QueryGrads
@@ -171,8 +171,14 @@ def gradients_of(
     if extras is None:
         extras = spec.summing_in(saved.lse.dtype).extras_per_head
     q, k, v = saved.q, saved.k, saved.v
-    checked = spec.on_rows(q, k, v=v, extras=extras, **options)
-    if not rounds and q.dtype.itemsize == 2 and max(q.shape[3], v.shape[3]) <= WIDEST_EXACT:
-        checked.problem = checked.problem._replace(has_fp32_key_grads=True)
-    cached = ops.known_call(checked, (q, k, v, *extras.tensors))
-    return ops.run_backward(cached, saved, extras=extras, between=between)
+
+    def checked() -> Call:
+        call = spec.on_rows(q, k, v=v, extras=extras, **options)
+        if not rounds and q.dtype.itemsize == 2 and max(q.shape[3], v.shape[3]) <= WIDEST_EXACT:
+            call.problem = call.problem._replace(has_fp32_key_grads=True)
+        return call
+
+    key = "gradients of shards", spec.scalars, spec.mods, spec.deterministic, spec.backend, rounds
+    tensors = q, k, v, *extras.tensors
+    call = ops.known(tensors, (*key, *options.items()), make=checked)
+    return ops.run_backward(call, saved, extras=extras, between=between)

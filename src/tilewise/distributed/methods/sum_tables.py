@@ -12,7 +12,6 @@ import torch
 from ..layouts.layout import Layout
 from ..layouts.pulls import place_among, rows_of, rows_seen, shared_rows, without
 from ..layouts.work import Band, KeyRun, Run, keys_of
-from ..transport.copies import ALIGN
 from ..transport.nodes import Nodes, Traffic
 
 Tensor = torch.Tensor
@@ -40,15 +39,13 @@ class Tables(NamedTuple):
     traffic: tuple[Traffic, ...] = ()  # of each slice the rows that cross nodes
 
 
-def most_rows(room: int, row_bytes: Sequence[int], *, ranks: int) -> int:
-    """Returns how many rows of every owner a slice may have: of tensors that each begin at a
-    multiple of ALIGN bytes.
+def most_rows(room: int, row_bytes: int, *, ranks: int) -> int:
+    """Returns how many rows of every owner a slice may have.
 
-    >>> most_rows(2 * 1024 * 256, [512, 512], ranks=4)  # K and V of 1024 rows, in 16 bits
+    >>> most_rows(2 * 1024 * 256, 1024, ranks=4)  # K and V of 1024 rows, in 16 bits
     128
     """
-    padding = sum(ALIGN for n in row_bytes if n % ALIGN)
-    return max(1, (room - padding) // max(1, sum(row_bytes) * ranks))
+    return max(1, room // max(1, row_bytes * ranks))
 
 
 @functools.lru_cache(maxsize=256)

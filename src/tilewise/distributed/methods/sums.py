@@ -9,11 +9,13 @@ published.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from ..layouts.work import KeyRun
 from ..transport.exchange import Published
-from ..transport.halves import LEAST, Arena
+from ..transport.halves import Arena
 from .shard_call import ShardCall
 from .sum_tables import MOST_BITS, Slice, most_rows, tables_of
 
@@ -45,11 +47,15 @@ class Sums:
         self.totals = [
             x.new_empty((layout.tokens, *x.shape[1:]), dtype=self.dtype) for x in self.parts
         ]
-        row_bytes = [x[:1].numel() * x.itemsize for x in self.parts]
+        # Of both, side by side in a row: a message of rows has both
+        self.widths = [x.shape[1:].numel() for x in self.parts]
+        self.no_rows = self.parts[0].new_empty((0, sum(self.widths)))
+        room = max(self.arena.room, self.arena.slice_bytes)
+        row_bytes = sum(self.widths) * exact.itemsize
         self.tables = tables_of(
             layout,
             self.spec.band,
-            slice_rows=most_rows(max(self.arena.room, LEAST), row_bytes, ranks=layout.ranks),
+            slice_rows=most_rows(room, row_bytes, ranks=layout.ranks),
             runs=runs or (KeyRun(0, 0, stop=layout.seqlen),),
             device=dk.device,
             nodes=self.arena.nodes,
@@ -67,8 +73,9 @@ class Sums:
         """Returns the gradients of this rank's keys and values."""
         self.add_all()
         tables = self.tables
-        for part, total in zip(self.parts, self.totals):
-            self.arena.add_runs(part, tables.private_places, targets=tables.private, total=total)
+        self.arena.add_runs(
+            self.parts, tables.private_places, targets=tables.private, totals=self.totals
+        )
         if tables.slices:
             self.arena.arrive(self.mark)
         self.parts = []
@@ -81,11 +88,10 @@ class Sums:
         if self.number == len(tables.slices):
             return
         counts = [tables.slices[self.number].rows] * self.spec.layout.ranks
-        self.published = Published(self.arena, self.parts, counts=counts)
+        self.published = Published(self.arena, [self.no_rows], counts=counts)
         self.arena.publish(self.published.nbytes, self.signature)
-        for i, x in enumerate(self.parts):
-            half = self.published.view(self.arena.rank, i)
-            self.arena.add_runs(x, tables.places[self.number], targets=None, total=half)
+        halves = self.published.view(self.arena.rank, 0).split(self.widths, 1)
+        self.arena.add_runs(self.parts, tables.places[self.number], targets=None, totals=halves)
 
     def _add(self) -> None:
         """Adds published parts once the sums before are made, and publishes the next."""
@@ -100,45 +106,44 @@ class Sums:
         with arena.copying():
             if tables.traffic:
                 self.published.fetch(tables.traffic[self.number])
-            for i, total in enumerate(self.totals):
-                piece = tables.slices[self.number]
-                add(self.published, i, piece=piece, shared=tables.shared, total=total)
+            piece = tables.slices[self.number]
+            add(self.published, piece, shared=tables.shared, totals=self.totals)
             self.mark = arena.mark()
         self.number += 1
         self._publish()
 
 
 def add_parts(
-    published: Published, number: int, piece: Slice, *, shared: Tensor, total: Tensor
+    published: Published, piece: Slice, *, shared: Tensor, totals: Sequence[Tensor]
 ) -> None:
-    """Adds the parts of a slice's rows in rank order, and writes the sums to rows of `total`."""
-    dtype, shape = published.dtypes[number], published.shapes[number]
-    exact = total.new_zeros((piece.stop - piece.first, *shape), dtype=dtype)
+    """Adds the parts of a slice's rows in rank order, and writes the sums to rows of totals."""
+    (dtype,), (shape,) = published.dtypes, published.shapes
+    exact = shared.new_zeros((piece.stop - piece.first, *shape), dtype=dtype)
     for rank, runs in enumerate(piece.parts):
         for first, stop in runs:
             start, end = first + piece.place, stop + piece.place
-            exact[first:stop] += published.pull(rank, number, start=start, stop=end)
-    total[shared[piece.first : piece.stop, 1].long()] = exact.to(total.dtype)
+            exact[first:stop] += published.pull(rank, 0, start=start, stop=end)
+    rows = shared[piece.first : piece.stop, 1].long()
+    for total, x in zip(totals, exact.split([x.shape[1:].numel() for x in totals], 1)):
+        total[rows] = x.to(total.dtype).unflatten(1, total.shape[1:])
 
 
 def add_by_kernel(
-    published: Published, number: int, piece: Slice, *, shared: Tensor, total: Tensor
+    published: Published, piece: Slice, *, shared: Tensor, totals: Sequence[Tensor]
 ) -> None:
     """Adds the parts of a slice in one launch, to the bit."""
     arena = published.arena
-    count = piece.stop - piece.first
-    if not count or not total.numel():
+    if piece.stop == piece.first or not totals[0].numel():
         return
     # The offset is that of all ranks, as all publish as many rows
-    mine = published.view(arena.rank, number)[piece.place :]
-    offset = mine.data_ptr() - arena.blocks[arena.rank].data_ptr()
+    (row_bytes,), mine = published.row_bytes, published.view(arena.rank, 0)
+    offset = mine.data_ptr() - arena.blocks[arena.rank].data_ptr() + piece.place * row_bytes
     arena.part_sums.add(
         arena.blocks,
         offset,
-        dtype=published.dtypes[number],
+        dtype=mine.dtype,
         of_rows=shared[piece.first : piece.stop],
-        total=total,
+        totals=totals,
     )
     remote = (runs for rank, runs in enumerate(piece.parts) if rank != arena.rank)
-    remote_rows = sum(stop - first for runs in remote for first, stop in runs)
-    arena.pulled += published.row_bytes[number] * remote_rows
+    arena.pulled += row_bytes * sum(stop - first for runs in remote for first, stop in runs)

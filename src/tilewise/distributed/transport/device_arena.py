@@ -18,13 +18,14 @@ from ...kernels.portable.sum_parts import PartSums
 from ...kernels.portable.sum_runs import add_runs
 from .copies import Piece
 from .device_barrier import DeviceBarrier
-from .halves import Arena
+from .halves import Arena, Tensors
 from .links import Links
 from .memory import Memory, synchronize
 from .nodes import Traffic
 from .stream_memory import beside, copier_of, writer_of
 
 Tensor = torch.Tensor
+SLICE_BYTES = 1 << 27  # with less memory, short calls take more slices, each with launches
 EVENTS = 16  # of marks that are waited for later than the next one is made
 
 
@@ -35,6 +36,8 @@ class DeviceArena(Arena):
     Marks are counted. Copies are made in order, so that a stream that has waited for a mark has
     waited for all before it; where a later mark has taken its event, it waits a little longer.
     """
+
+    slice_bytes = SLICE_BYTES
 
     def __init__(
         self,
@@ -117,9 +120,9 @@ class DeviceArena(Arena):
             super().copy(table, sources, targets=targets)
 
     def add_runs(
-        self, parts: Tensor, places: Tensor, targets: Tensor | None, total: Tensor
+        self, parts: Tensors, places: Tensor, targets: Tensor | None, totals: Tensors
     ) -> None:
-        add_runs(parts, places=places, targets=targets, total=total)
+        add_runs(parts, places=places, targets=targets, totals=totals)
 
     def pull(
         self,

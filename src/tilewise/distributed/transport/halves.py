@@ -21,6 +21,7 @@ from .memory import Memory
 from .nodes import Traffic
 
 Tensor = torch.Tensor
+Tensors = Sequence[Tensor]
 LEAST = 1 << 16  # bytes of a half
 HALVES = 2
 MOST_VIEWS = 8192
@@ -32,6 +33,7 @@ class Arena:
     """
 
     counts_pieces = False  # whether a kernel can wait for one piece of what is copied
+    slice_bytes = LEAST  # of gradient parts that are exchanged at once, though K and V take less
     part_sums: Any = None  # the kernel that adds what all ranks have published, where there is one
 
     def __init__(self, barrier: Any, memory: Memory, *, links: Links | None = None) -> None:
@@ -105,17 +107,22 @@ class Arena:
         copy_one_by_one(table, sources, targets=targets)
 
     def add_runs(
-        self, parts: Tensor, places: Tensor, targets: Tensor | None, total: Tensor
+        self, parts: Tensors, places: Tensor, targets: Tensor | None, totals: Tensors
     ) -> None:
-        """Writes sums of rows of `parts`, at `places` (rows, runs), to rows of `total`."""
-        exact = parts.new_zeros((len(places), *total.shape[1:]))
-        for place in places.unbind(1):
-            is_seen = place >= 0
-            exact[is_seen] += parts[place[is_seen].long()]
-        if targets is None:
-            total.copy_(exact)
-        else:
-            total[targets.long()] = exact.to(total.dtype)
+        """Writes sums of rows of each tensor's parts, at `places` (rows, runs), to rows of its
+        total.
+        """
+        for x, total in zip(parts, totals):
+            rows = x.flatten(1)
+            exact = rows.new_zeros((len(places), rows.shape[1]))
+            for place in places.unbind(1):
+                is_seen = place >= 0
+                exact[is_seen] += rows[place[is_seen].long()]
+            sums = exact.unflatten(1, total.shape[1:])
+            if targets is None:
+                total.copy_(sums)
+            else:
+                total[targets.long()] = sums.to(total.dtype)
 
     def begin(self, traffic: Traffic) -> Exchange:
         """Begins to exchange with other nodes, inside of `copying`."""

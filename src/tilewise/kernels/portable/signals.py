@@ -17,7 +17,6 @@ after it (PTX ISA, memory consistency model; launches of one stream are ordered 
 from __future__ import annotations
 
 import ctypes
-import itertools
 from collections.abc import Sequence
 
 import torch
@@ -109,11 +108,18 @@ def fill_nan(x, size, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr):
         tl.store(x + start + offs, nan, mask=start + offs < size)
 
 
-@triton.jit(do_not_specialize=["x_size", "y_size", "number"])
+@triton.jit(do_not_specialize=["number"])
 def poison_kernel(
-    words, report, x, y, x_size, y_size, number, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr
+    words,
+    report,
+    tensors,
+    sizes,
+    number,
+    TENSORS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """NaN in all of x and y if a wait has failed: what was copied after it may be anything. Of a
+    """NaN in all of TENSORS if a wait has failed: what was copied after it may be anything. Of a
     piece that did not come `report` gets the number and that of the call's barrier, negative,
     unless a barrier has failed before.
     """
@@ -121,12 +127,13 @@ def poison_kernel(
         late = tl.cast(tl.load(words + _LATE), tl.int64)
         if (late > 0) & (tl.load(report) == 0):
             tl.store(report, -((tl.cast(number, tl.int64) << 32) | late))
-        fill_nan(x, x_size, PROGRAMS, BLOCK)
-        fill_nan(y, y_size, PROGRAMS, BLOCK)
+        for i in tl.static_range(TENSORS):
+            fill_nan(tensors[i], sizes[i], PROGRAMS, BLOCK)
 
 
 barriers = programs_of(barrier_kernel, LANES=LANES)
-poisons = programs_of(poison_kernel, PROGRAMS=_PROGRAMS, BLOCK=_BLOCK)
+LISTS = dict(tensors="TENSORS", sizes="TENSORS")
+poisons = programs_of(poison_kernel, LISTS, PROGRAMS=_PROGRAMS, BLOCK=_BLOCK)
 
 
 class Signals:
@@ -164,15 +171,18 @@ class Signals:
 
     def poison(self, tensors: Sequence[Tensor], number: int) -> None:
         """NaN in dense tensors, if a wait before it on this stream has failed. `number` is that
-        of the call's last barrier. Two take a launch.
+        of the call's last barrier. All take one launch.
         """
-        some = [x for x in tensors if x.numel()]
-        for x, y in itertools.zip_longest(some[::2], some[1::2]):
-            sizes = x.numel(), 0 if y is None else y.numel()
-            y = x if y is None else y
-            looks = [(z.dtype, z.data_ptr() % 16, size < 2**31) for z, size in zip((x, y), sizes)]
-            program = poisons(self.device, _PROGRAMS, compiled_for=tuple(looks))
-            program.run((self.words, self.report, x, y, *sizes, number))
+        some, sizes, looks = [], [], []
+        for x in tensors:
+            if size := x.numel():
+                some.append(x)
+                sizes.append(size)
+                looks.append((x.dtype, x.data_ptr() % 16, size == 1, size % 16, size < 2**31))
+        if not some:
+            return
+        program = poisons(self.device, _PROGRAMS, compiled_for=tuple(looks), TENSORS=len(some))
+        program.run((self.words, self.report, *some, *sizes, number))
 
     def late(self) -> tuple[int, int] | None:
         """The barrier of the first call of which a piece did not arrive, and that piece's number.

@@ -13,7 +13,7 @@ import triton.language as tl
 from .launches import programs_of
 
 Tensor = torch.Tensor
-_BLOCK_M, _BLOCK_N = 4, 256
+BLOCK_M, BLOCK_N = tl.constexpr(4), tl.constexpr(256)
 _PROGRAMS = 528  # four an SM: enough reads of other GPUs in flight
 
 TYPES = {torch.float32: tl.float32, torch.float64: tl.float64}
@@ -23,41 +23,47 @@ TYPES = {torch.float32: tl.float32, torch.float64: tl.float64}
 def sum_parts_kernel(
     addresses,
     of_rows,
-    total,
+    totals,
     offset,
     columns,
+    pitch,
     count,
     rows,
+    TENSORS: tl.constexpr,
     PART: tl.constexpr,
     IS_ALIGNED: tl.constexpr,
     PROGRAMS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
 ):
-    """Rows of `total` from `count` blocks of memory at `addresses`: parts of them, (rows, columns),
-    lie in each, `offset` bytes in. Of each row `of_rows` has first bits, of which that of block r
-    says whether to add its part, and then which row of `total` it is.
+    """Rows of TENSORS totals from `count` blocks of memory at `addresses`: parts of them lie in
+    each, `offset` bytes in, a row's columns of all tensors side by side, `pitch` of them. Of each
+    row `of_rows` has first bits, of which that of block r says whether to add its part, and then
+    which row of the totals it is.
     """
-    blocks = tl.cdiv(columns, BLOCK_N)
-    for tile in range(tl.program_id(0), tl.cdiv(rows, BLOCK_M) * blocks, PROGRAMS):
-        row = tile // blocks * BLOCK_M + tl.arange(0, BLOCK_M)
-        column = tile % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
-        bits = tl.load(of_rows + 2 * row, mask=row < rows, other=0)
-        offsets = row[:, None].to(tl.int64) * columns + column[None, :]
-        acc = tl.zeros([BLOCK_M, BLOCK_N], PART)
-        for rank in range(count):
-            part = (tl.load(addresses + rank) + offset).to(tl.pointer_type(PART))
-            if IS_ALIGNED:
-                part = tl.multiple_of(part, 16)
-            has_part = ((bits >> rank) & 1 != 0)[:, None] & (column < columns)[None, :]
-            acc += tl.load(part + offsets, mask=has_part, other=0.0)
-        exists = (row < rows)[:, None] & (column < columns)[None, :]
-        target = tl.load(of_rows + 2 * row + 1, mask=row < rows, other=0)
-        offsets = target[:, None].to(tl.int64) * columns + column[None, :]
-        tl.store(total + offsets, acc.to(total.dtype.element_ty), mask=exists)
+    before = 0  # columns of the tensors before
+    for i in tl.static_range(TENSORS):
+        blocks = tl.cdiv(columns[i], BLOCK_N)
+        for tile in range(tl.program_id(0), tl.cdiv(rows, BLOCK_M) * blocks, PROGRAMS):
+            row = tile // blocks * BLOCK_M + tl.arange(0, BLOCK_M)
+            column = tile % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
+            bits = tl.load(of_rows + 2 * row, mask=row < rows, other=0)
+            offs = row[:, None].to(tl.int64) * pitch + before + column[None, :]
+            in_row = (column < columns[i])[None, :]
+            acc = tl.zeros([BLOCK_M, BLOCK_N], PART)
+            for rank in range(count):
+                part = (tl.load(addresses + rank) + offset).to(tl.pointer_type(PART))
+                if IS_ALIGNED:
+                    part = tl.multiple_of(part, 16)
+                has_part = ((bits >> rank) & 1 != 0)[:, None] & in_row
+                acc += tl.load(part + offs, mask=has_part, other=0.0)
+            target = tl.load(of_rows + 2 * row + 1, mask=row < rows, other=0)
+            offs = target[:, None].to(tl.int64) * columns[i] + column[None, :]
+            x = acc.to(totals[i].dtype.element_ty)
+            tl.store(totals[i] + offs, x, mask=(row < rows)[:, None] & in_row)
+        before += columns[i]
 
 
-sums = programs_of(sum_parts_kernel, BLOCK_M=_BLOCK_M, BLOCK_N=_BLOCK_N)
+LISTS = dict(totals="TENSORS", columns="TENSORS")
+sums = programs_of(sum_parts_kernel, LISTS)
 
 
 class PartSums:
@@ -73,24 +79,28 @@ class PartSums:
         offset: int,
         dtype: torch.dtype,
         of_rows: Tensor,
-        total: Tensor,
+        totals: Sequence[Tensor],
     ) -> None:
-        """The sums into rows of `total`, which are dense. Parts are in `dtype`, `offset` bytes into
-        each of the ranks' blocks; `of_rows`, (rows, 2) in int32, has for each row the bits of those
-        that have one, and where it goes.
+        """The sums into rows of the totals, which are dense. Parts are in `dtype`, `offset` bytes
+        into each of the ranks' blocks; `of_rows`, (rows, 2) in int32, has for each row the bits of
+        those that have one, and where it goes.
         """
         if (addresses := [x.data_ptr() for x in blocks]) != self.known:
             self.known = addresses
-            self.addresses = torch.tensor(addresses, device=total.device)
-        rows, columns = len(of_rows), total[:1].numel()
-        is_aligned = columns % 16 == 0 and offset % 16 == 0
+            self.addresses = torch.tensor(addresses, device=of_rows.device)
+        rows, columns = len(of_rows), [x.shape[1:].numel() for x in totals]
+        is_aligned = not any(x % 16 for x in (offset, *columns))
         # On a GPU always as many: a launcher is of one grid
-        tiles = -(-rows // _BLOCK_M) * -(-columns // _BLOCK_N)
-        programs = _PROGRAMS if total.is_cuda else min(_PROGRAMS, tiles)
+        programs = _PROGRAMS if of_rows.is_cuda else min(4, rows)
+        pitch = sum(columns)
         looks = (
-            *(total.dtype, of_rows.data_ptr() % 16, total.data_ptr() % 16),
-            *(columns == 1, columns % 16, offset < 2**31),
+            *[(x.dtype, x.data_ptr() % 16) for x in (of_rows, *totals)],
+            *[(x == 1, x % 16) for x in (*columns, pitch)],
+            offset < 2**31,
         )
-        constants = dict(PART=TYPES[dtype], IS_ALIGNED=is_aligned, PROGRAMS=programs)
-        program = sums(total.device, programs, compiled_for=looks, **constants)
-        program.run((self.addresses, of_rows, total, offset, columns, len(blocks), rows))
+        constants = dict(
+            TENSORS=len(columns), PART=TYPES[dtype], IS_ALIGNED=is_aligned, PROGRAMS=programs
+        )
+        program = sums(of_rows.device, programs, compiled_for=looks, **constants)
+        numbers = offset, *columns, pitch, len(blocks), rows
+        program.run((self.addresses, of_rows, *totals, *numbers))
