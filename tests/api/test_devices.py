@@ -41,8 +41,13 @@ def test_meta_tensors_have_meta_results():
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
 def test_nested_tensors_are_refused_with_a_remedy(layout):
     nested = torch.nested.nested_tensor([torch.randn(n, 2, 8) for n in (5, 3)], layout=layout)
-    with pytest.raises(tilewise.ArgumentError, match="q is a nested tensor: .*cu_seqlens"):
-        tilewise.attention(nested, nested, nested)
+    for attend in (tilewise.attention, tilewise.flash_attn_func):
+        with pytest.raises(tilewise.ArgumentError, match="q is a nested tensor: .*cu_seqlens"):
+            attend(nested, nested, nested)
+    q = torch.randn(2, 5, 2, 8)
+    for name in ("alibi_slopes", "bias", "sinks", "seqused_k"):
+        with pytest.raises(tilewise.ArgumentError, match=f"{name} is a nested tensor"):
+            tilewise.attention(q, q, q, **{name: nested})
 
 
 def test_a_bound_that_is_a_tensor_is_not_read():

@@ -214,7 +214,7 @@ def blocks_of(*shape):
 
 
 WRONG = {
-    "a number for a mask": (dict(mask_mod=3), "mask is an int"),
+    "a number for a mask": (dict(mask_mod=3), "mask_mod is an int"),
     "a mask that asks for truth": (
         dict(mask_mod=lambda b, h, q, kv: q > kv and q > 3),
         "the truth of",

@@ -263,7 +263,7 @@ BAD = {
     "batch": (dict(batch=-1), "batch=-1: it must be an int of at least 0"),
     "seqlen": (dict(seqlen_q=2.0), "seqlen_q=2.0: it must be an int"),
     "predicate": (dict(mask=lambda b, h, q, k: q and k), "truth of q_idx"),
-    "no predicate": (dict(mask=None), "mask is a NoneType"),
+    "no predicate": (dict(mask=None), "mask_mod is a NoneType"),
     "short": (dict(mask=document(DOC), seqlen_k=301), "seqlen_k is 301: dimension 0 is too short"),
     "device": (dict(mask=document(DOC), device="meta"), "captured tensors on cpu.*mask.to"),
 }

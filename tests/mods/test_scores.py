@@ -205,7 +205,7 @@ def test_what_is_refused_is_named_with_a_remedy(name):
 
 
 BAD = {
-    "not a function": (lambda: score(3), "score is an int: it must be a function of"),
+    "not a function": (lambda: score(3), "score_mod is an int: it must be a function of"),
     "derivative": (lambda: score(alibi(SLOPES), 3), "derivative is an int: it must be a function"),
     "slopes": (lambda: alibi([1.0]), "slopes is a list: it must be a float torch.Tensor"),
     "slopes dtype": (lambda: alibi(DOC), r"slopes.dtype is torch.int32.*slopes.float\(\)"),

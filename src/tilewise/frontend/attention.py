@@ -144,7 +144,9 @@ def attention(
         mask_mod: a predicate of (b, h, q_idx, kv_idx) made of plain operators
             (`tilewise.mods.trace` lists them), or a `Mask`: which keys a query attends to, in
             addition to `causal` and `window`. It is evaluated for every pair. Positions count from
-            0 in each sequence. Under torch.compile create it outside of the graph.
+            0 in each sequence: q_idx from its first query, but from its first key, as queries are
+            its last ones, with `page_table`, `out`, `split_size`, an 8-bit k, or `cu_seqlens_q`
+            without `cu_seqlens_k`. Under torch.compile create it outside of the graph.
         block_mask: a mask whose hidden tiles are skipped: the result of
             `tilewise.sparse.create_block_mask`, or FlexAttention's BlockMask. Not with `causal` and
             `window`, which join it as masks.

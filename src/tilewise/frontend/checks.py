@@ -26,7 +26,7 @@ EIGHT_BITS = " or ".join(str(dtype).removeprefix("torch.") for dtype in LIMITS)
 
 
 def check_tensor(name: str, x: Any) -> None:
-    """It is a tensor, and none of sequences of several lengths."""
+    """It is a tensor, with strides, and none of sequences of several lengths."""
     if not isinstance(x, torch.Tensor):
         raise ArgumentError(f"{name} is {a_type(x)}: it must be a torch.Tensor")
     if x.is_nested:
@@ -35,6 +35,8 @@ def check_tensor(name: str, x: Any) -> None:
             "nheads, headdim), which values() of a jagged tensor returns, and their offsets as "
             "cu_seqlens_q and cu_seqlens_k"
         )
+    if x.layout != torch.strided:
+        raise ArgumentError(f"{name}.layout is {x.layout}: pass {name}.to_dense()")
 
 
 def check_dims(name: str, x: Any, dims: int, remedy: str) -> None:
@@ -79,6 +81,7 @@ def check_rows(named: Iterable[tuple[str, Tensor]], may_copy: bool = False) -> N
     """The last dimension of each is contiguous."""
     for name, x in named:
         if x.stride(-1) != 1 and x.shape[-1] != 1:
+            check_tensor(name, x)
             remedy = f", so call {name}.contiguous()" if may_copy else ""
             raise ArgumentError(
                 f"{name} has stride {x.stride(-1)} in its last dimension: it must be "
@@ -90,7 +93,8 @@ def with_contiguous_rows(named: Iterable[tuple[str, Any]]) -> list[Tensor]:
     """Tensors whose last dimension is contiguous, or copies, as flash-attn and torch make them."""
     tensors: list[Any] = []
     for name, x in named:
-        if isinstance(x, torch.Tensor) and x.dim() and x.shape[-1] != 1 and x.stride(-1) != 1:
+        has_strides = isinstance(x, torch.Tensor) and x.layout == torch.strided and not x.is_nested
+        if has_strides and x.dim() and x.shape[-1] != 1 and x.stride(-1) != 1:
             warn_slow(
                 f"{name} has stride {x.stride(-1)} in its last dimension, so every call copies "
                 "it: store it with that dimension contiguous"
@@ -259,9 +263,8 @@ def check_extras(
     checked (`cached.check_table`); a bias is checked by `call.check_bias`.
     """
     for name, x in zip(Extras._fields, extras.optional):
-        if x is not None and not isinstance(x, torch.Tensor):
-            name = getattr(words, name, name)
-            raise ArgumentError(f"{name} is {a_type(x)}: it must be a torch.Tensor or None")
+        if x is not None:
+            check_tensor(getattr(words, name, name), x)
     if has_cache:
         batch = batch_of(q, extras.cu_seqlens_q)
     else:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 
 from ..errors import ArgumentError
+from ..features import FLOATS
 from ..kernels.common.shared_memory import check_written
 from ..ops.attention import needs_dispatcher
 from ..tile import split_kv
-from .checks import check_tensor
+from .checks import check_kind, check_tensor
 
 Tensor = torch.Tensor
 
@@ -41,8 +42,13 @@ def flash_attn_combine(
     Raises:
         ArgumentError: shapes or dtypes do not match.
     """
-    for name, x in (("out_partial", out_partial), ("lse_partial", lse_partial)):
+    tensors = dict(out_partial=out_partial, lse_partial=lse_partial)
+    for name, x in (tensors if out is None else tensors | dict(out=out)).items():
         check_tensor(name, x)
+        check_kind(name, x, q=out_partial, dtypes=FLOATS, of="out_partial")
+    if out_dtype not in ((None, *FLOATS) if out is None else (None, out.dtype)):
+        kind = "a dtype of floats" if out is None else f"that of out, {out.dtype}"
+        raise ArgumentError(f"out_dtype={out_dtype!r}: it must be None or {kind}")
     if out_partial.dim() not in (4, 5) or out_partial.shape[:-1] != lse_partial.shape:
         raise ArgumentError(
             f"out_partial has shape {tuple(out_partial.shape)} and lse_partial "

@@ -111,10 +111,12 @@ def check_reach(
     if page_table is not None and page_table.shape[:1] != tensors[0].shape[:1]:
         return  # a wrong shape has its own error
     room = capacity(k, page_table)
+    is_paged = page_table is not None and words.page_table != "cache_batch_idx"
+    unit = "page" if is_paged else "sequence"
     lengths = [room] * len(tensors[0]) if seqused_k is None else seqused_k.tolist()
     if any(not fewest <= n <= room for n, fewest in zip(lengths, least or [0] * len(lengths))):
         place = f"{words.k} has {room} rows per sequence"
-        if page_table is not None:
+        if page_table is not None and is_paged:
             place = (
                 f"{words.page_table} has {page_table.shape[1]} pages of {k.shape[1]} keys per "
                 f"sequence, room for {room} keys"
@@ -135,9 +137,9 @@ def check_reach(
     if bool(is_wrong.any()):
         row, column = is_wrong.nonzero()[0].tolist()
         raise ArgumentError(
-            f"{words.page_table}[{row}, {column}] is {int(page_table[row, column])}, a page that "
-            f"the {lengths[row]} keys in use reach: it must be at least 0 and below the number of "
-            f"pages, {k.shape[0]}"
+            f"{words.page_table}{[row, column][: 1 + is_paged]} is {int(page_table[row, column])}, "
+            f"a {unit} that the {lengths[row]} keys in use reach: it must be at least 0 and below "
+            f"the number of {unit}s in {words.k}, {k.shape[0]}"
         )
     if least is not None:
         size, first = k.shape[1], used - torch.tensor(least, device=entry.device).unsqueeze(1)
@@ -147,7 +149,7 @@ def check_reach(
         if bool(is_twice.any()):
             slot = int(starts[1:][is_twice][0])
             raise ArgumentError(
-                f"{words.page_table} has new keys write row {slot % size} of page {slot // size} "
+                f"{words.page_table} has new keys write row {slot % size} of {unit} {slot // size} "
                 "twice: give each sequence rows of its own for new keys"
             )
 

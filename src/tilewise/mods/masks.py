@@ -128,7 +128,8 @@ def mask(function: Predicate) -> Mask:
         return function
     if not callable(function):
         raise ArgumentError(
-            f"mask is {a_type(function)}: it must be a function of (b, h, q_idx, kv_idx) or a Mask"
+            f"mask_mod is {a_type(function)}: it must be a Mask or a function of (b, h, q_idx, "
+            "kv_idx); for a tensor x pass lambda b, h, q_idx, kv_idx: x[q_idx, kv_idx]"
         )
     return trace_once(function, _traced)
 

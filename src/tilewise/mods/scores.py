@@ -86,8 +86,8 @@ def score(function: ScoreFunction, derivative: ScoreFunction | None = None) -> S
     """
     if isinstance(function, ScoreMod) and derivative is None:
         return function
-    for name, value in (("score", function), ("derivative", derivative)):
-        if not callable(value) and (name == "score" or value is not None):
+    for name, value in (("score_mod", function), ("derivative", derivative)):
+        if not callable(value) and (name == "score_mod" or value is not None):
             raise ArgumentError(
                 f"{name} is {a_type(value)}: it must be a function of (score, b, h, q_idx, kv_idx)"
             )
