@@ -227,7 +227,8 @@ def test_joined_masks_are_those_of_the_algebra():
     joined = and_masks(mods.causal(), or_masks(mods.document(DOCUMENTS), prefix))
     want = flex.create_mask(joined, 1, 1, 96, 96, device="cpu")
     assert torch.equal(mods.mask(joined).dense(1, 1, 96, 96), want)
-    assert mods.mask(and_masks()).dense(1, 1, 2, 2).all()
+    for everything in (and_masks(), flex.noop_mask, and_masks(flex.noop_mask, flex.noop_mask)):
+        assert mods.mask(everything).dense(1, 1, 2, 2).all()
     assert not mods.mask(or_masks()).dense(1, 1, 2, 2).any()
 
 
@@ -298,7 +299,7 @@ def test_they_are_masks_wherever_one_is():
         (lambda b, h, q_idx, kv_idx: q_idx.new_ones((3,)) > 0, r"new_ones` of shape \(3,\)"),
         (lambda b, h, q_idx, kv_idx: q_idx.new_zeros(3) < 1, "new_zeros` of shape 3"),
         (lambda b, h, q_idx, kv_idx: q_idx.new_full((), 3) < 1, "new_full.* has no meaning"),
-        (lambda b, h, q_idx, kv_idx: kv_idx < b.device, ".device.* has no meaning"),
+        (lambda b, h, q_idx, kv_idx: kv_idx < b.device, "None .* as an operand has no meaning"),
     ],
 )
 def test_the_language_is_no_larger(function, said):

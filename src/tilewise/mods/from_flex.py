@@ -66,7 +66,7 @@ def converted_once(block_mask: Any, ours: Any) -> BlockMask:
         )
     _check_kind(block_mask)
     facts, tilewise_mask = _converted.get(block_mask, (None, None))
-    if facts is None or facts != _facts(block_mask, _mask_of(block_mask)):
+    if facts is None or facts != _facts(block_mask, masks.mask(block_mask.mask_mod)):
         facts, tilewise_mask = _converted[block_mask] = converted(block_mask, ours)
     return tilewise_mask
 
@@ -91,7 +91,7 @@ def _converted_of(block_mask: Any, ours: Any) -> tuple[Facts, BlockMask]:
     full = BlockLists(torch.zeros_like(partial.counts), partial.indices[..., :0])
     if block_mask.full_kv_num_blocks is not None:
         full = BlockLists(block_mask.full_kv_num_blocks.int(), block_mask.full_kv_indices.int())
-    mask = _mask_of(block_mask)
+    mask = masks.mask(block_mask.mask_mod)
     shape, block = (*counts.shape[:2], *block_mask.seq_lengths), tuple(block_mask.BLOCK_SIZE)
     check_shape(shape, block)
     m_blocks, n_blocks = (-(-n // size) for n, size in zip(shape[2:], block))
@@ -115,14 +115,6 @@ def _check_kind(block_mask: Any) -> None:
             "tilewise.sparse (create_block_mask makes one) or of "
             "torch.nn.attention.flex_attention"
         )
-
-
-def _mask_of(block_mask: Any) -> Mask:
-    """The mask_mod; that of all pairs reads an index's device, which no trace can."""
-    from torch.nn.attention import flex_attention
-
-    everything = block_mask.mask_mod is flex_attention.noop_mask
-    return masks.mask((lambda b, h, q_idx, kv_idx: True) if everything else block_mask.mask_mod)
 
 
 def _facts(block_mask: Any, mask: Mask) -> Facts:

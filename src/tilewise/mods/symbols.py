@@ -59,11 +59,13 @@ class Symbol:
     def __repr__(self) -> str:
         return expressions.describe(self.node)
 
-    def new_ones(self, size, *, dtype=None) -> Symbol:
-        """The constant 1, or True, as `and_masks` of FlexAttention begins with."""
+    def new_ones(self, size, *, dtype=None, device=None) -> Symbol:
+        """The constant 1, or True, which FlexAttention's `noop_mask` is and `and_masks` begins
+        with.
+        """
         return self._new("new_ones", 1, size=size, dtype=dtype)
 
-    def new_zeros(self, size, *, dtype=None) -> Symbol:
+    def new_zeros(self, size, *, dtype=None, device=None) -> Symbol:
         """The constant 0, or False, as `or_masks` begins with."""
         return self._new("new_zeros", 0, size=size, dtype=dtype)
 
@@ -77,6 +79,10 @@ class Symbol:
 
     def __rpow__(self, other) -> Symbol:
         return named(self.tracer, "pow", args=(other, self), kwargs={})
+
+    @property
+    def device(self) -> None:
+        """None: a function is traced once for all devices."""
 
     @property
     def dtype(self) -> torch.dtype:
