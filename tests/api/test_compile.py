@@ -1,5 +1,6 @@
 """torch.compile and export: one graph for every length, equal results and gradients."""
 
+import hashlib
 import inspect
 import itertools
 import os
@@ -17,6 +18,7 @@ from torch._inductor.utils import fresh_inductor_cache, run_fw_bw_and_get_code
 import tilewise
 from tilewise.frontend.compiled import nodes
 from tilewise.mods import expressions
+from tilewise.ops import schema
 from tilewise.testing import use_interpreter
 
 EVERY = {
@@ -141,6 +143,26 @@ def test_a_graph_is_cached_on_disk():
         again(*qkv(1, 16))
     assert not counters["aot_autograd"]["autograd_cache_bypass"]
     assert counters["aot_autograd"]["autograd_cache_saved"]
+
+
+ON_DISK = {
+    "node": lambda q, k, v: tilewise.attention(q, k, v, causal=True),
+    "operator": lambda q, k, v: tilewise.attention(q, k, v, split_size=8),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("name", ON_DISK)
+def test_a_graph_on_disk_is_of_one_version_of_all_schemas(name, monkeypatch):
+    hits = []
+    with fresh_inductor_cache(), torch.no_grad():
+        for text in ("one", "one", "another"):
+            monkeypatch.setattr(schema, "schemas", hashlib.sha256(text.encode()))
+            torch._dynamo.reset()
+            counters["aot_autograd"].clear()
+            torch.compile(ON_DISK[name])(*qkv(1, 16))
+            hits.append(counters["aot_autograd"]["autograd_cache_hit"])
+    assert hits == [0, 1, 0]
 
 
 @pytest.mark.parametrize("name", ["scale", "softcap"])

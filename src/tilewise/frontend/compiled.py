@@ -8,7 +8,6 @@ alone; AOTAutograd traces through it, to the operator.
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -16,6 +15,7 @@ import torch
 
 from ..errors import ArgumentError
 from ..ops.calls import PLAIN_TENSORS
+from ..ops.schema import mark_cacheable
 from ..tile.quantize import is_one_byte
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -50,16 +50,3 @@ def fits_node(inputs: tuple[Any, Any, Any], window: Any = None) -> bool:
         if not isinstance(x, torch.Tensor) or is_one_byte(x):
             return False
     return not isinstance(window, torch.Tensor)
-
-
-def mark_cacheable(name: str) -> None:
-    """Tells AOTAutograd that a graph with this function may be cached on disk: what it computes is
-    said by its arguments.
-    """
-    version = sys.modules[name.partition(".")[0]].__version__
-    try:
-        from torch._inductor import config
-
-        config.unsafe_marked_cacheable_functions.setdefault(name, version)
-    except (ImportError, AttributeError):  # private names may move; then each process compiles
-        return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from ..problem import OPTIONAL, Call, Extras, Mods, Saved, Scalars
 Tensor = torch.Tensor
 
 LIBRARY = torch.library.Library("tilewise", "DEF")
+schemas = hashlib.sha256()  # of all operators
 direct = SimpleNamespace()  # what computes each operator, for code that Inductor generates
 vars(torch.ops.tilewise)["direct"] = direct
 SAVED_TENSORS = len(Saved._fields)  # to a backward
@@ -68,6 +70,7 @@ def operator(
     as one tuple; arguments by keyword alone stay so.
     """
     LIBRARY.define(name + schema, tags=tags)
+    schemas.update(f"{name}{schema};".encode())
     full_name = f"{LIBRARY.ns}::{name}"
     arguments = getattr(torch.ops.tilewise, name).default._schema.arguments
     has_default = [x.name for x in arguments if x.has_default_value()]
@@ -81,6 +84,7 @@ def operator(
     LIBRARY.impl(name, call, "CompositeExplicitAutograd")
 
     def trace(*args: Any, **named: Any) -> Any:
+        mark_cacheable(f"torch.ops.{LIBRARY.ns}.{name}")
         if "torch._inductor.lowering" in sys.modules:
             with contextlib.suppress(ImportError, AttributeError):  # private names may move
                 from .inductor import lower
@@ -94,6 +98,18 @@ def operator(
         register(full_name, backward, setup_context=setup_context, lib=LIBRARY)
     if vmap is not None:
         torch.library.register_vmap(full_name, vmap, lib=LIBRARY)
+
+
+def mark_cacheable(name: str) -> None:
+    """Has torch keep compiled graphs with this function or operator on disk, and find them for the
+    schemas that they were made with alone: their code passes arguments by place.
+    """
+    config: Any = sys.modules.get("torch._inductor.config")
+    key = f"{sys.modules[LIBRARY.ns].__version__} {schemas.hexdigest()}"
+    keys = getattr(config, "unsafe_marked_cacheable_functions", None)
+    # Private names may move; then each process compiles
+    if keys is not None and keys.get(name) != key:  # a dictionary that is written into is not seen
+        config.unsafe_marked_cacheable_functions = {**keys, name: key}
 
 
 def refusing(message: str) -> Callable[..., Any]:
