@@ -23,24 +23,25 @@ from ..layouts.layout import Layout
 from ..layouts.work import Band, band_of, keys_of_span
 from .plan import BANDWIDTH, GROUPS, NETWORK, check_sizes, moved_by_heads, moved_by_stream, plan
 
-BLOCK = 128  # queries of a tile, and keys of a step
-HALF = 64  # queries that a backward's tile takes at a time
+BLOCK, HALF = 128, 64  # queries of a tile and keys of a step; queries of a backward's step
 SMS = 132
 MOST_TILES = 20_000  # more fill all SMs
 
 
-# FLOPs a millisecond in long tiles, 16-bit, from rows of benchmarks/results: one GPU at 32Ki tokens
-# and at the most there are
-FORWARD = {"h100": 666e9, "h200": 676e9}
-BACKWARD = {"h100": 588e9, "h200": 600e9}
+# FLOPs a millisecond in long tiles, 16-bit, from rows of one GPU at 32Ki tokens and the most there
+# are, on the H200 256Ki
+FORWARD = {"h100": 666e9, "h200": 681e9}
+BACKWARD = {"h100": 588e9, "h200": 605e9}
 START = 1.0  # a tile's start and end, in steps of a block: its loads, its output
 # What the kernels before and after a backward's tiles move of each number in q: they read O and dO,
 # write zeros to dQ in fp32, read it, and round it. By the data sheets' bytes a millisecond
 BESIDE_TILES = 14
 MEMORY = {"h100": 3.35e9, "h200": 4.8e9}
-# Milliseconds that a call takes beside its tiles: publishing, barriers, copies that nothing hides
-STREAM_STARTS = 0.02, 0.15  # forward, backward
+# Milliseconds of a forward and a backward beside tiles: publishing, barriers, copies that nothing
+# hides. The H100's rows are of earlier code, whose forward had one barrier
+STREAM_STARTS = {"h100": (0.02, 0.15), "h200": (0.06, 0.05)}
 HEADS_STARTS = 0.2, 0.2
+ONE_STARTS = 0.01, 0.04  # of one GPU's launches, by which times of 512 to 16Ki tokens are on a line
 UNKNOWN = (
     "not known: nodes of several GPUs, bandwidth that nodes share, the slowest of many cards, "
     "barriers of many hosts; only two GPUs were measured as two nodes"
@@ -171,7 +172,7 @@ def simulate(
         of_rank = layout.at(work.index(max(work)))
         sizes = dict(kv_size=kv_size, itemsize=2, learns=learns)
         moved = moved_by_stream(layout, band, nodes, **sizes)
-        groups, starts = GROUPS, STREAM_STARTS
+        groups, starts = GROUPS, STREAM_STARTS[card] if layout.ranks > 1 else ONE_STARTS
     figures = Simulation(method, layout, nodes, moved=moved, learns=learns)
     moved = Moved(
         moved.pulled / nvlink / 1e6,
