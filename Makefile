@@ -30,6 +30,8 @@ endif
 
 RUN := PYTHONPATH=src:. $(PYTHON)
 PYTEST := $(RUN) -m pytest
+# Which tests `make test` and `make test-lowest` run; all without any
+TESTS ?=
 # Whose hashes of machine code are rewritten
 BUILDS ?= tests/compile -n $(JOBS)
 # Whose engines `make test-engines` runs, each in an environment of its own
@@ -62,7 +64,7 @@ help:  ## show this list
 setup: $(READY)  ## make the virtual environment
 
 test: $(READY) style  ## ruff and the CPU tests: at most 15 minutes of CPU time
-	$(PYTEST) -n $(JOBS) -m "not gpu and not slow"
+	$(PYTEST) -n $(JOBS) -m "not gpu and not slow" $(TESTS)
 
 test-all: $(DOCS_READY) lint  ## the CPU tests with the slow ones, docs and browser
 	$(PYTEST) -n $(JOBS) -m "not gpu"

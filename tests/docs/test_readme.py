@@ -77,6 +77,13 @@ def test_version_and_requirements_are_those_of_the_project(name):
     assert PROJECT["license"] in text
 
 
+def test_the_page_on_installing_names_what_is_needed():
+    page = " ".join((ROOT / "docs" / "install.md").read_text("utf-8").lower().split())
+    assert f"python {PROJECT['requires-python'].removeprefix('>=')} or newer" in page
+    for package, version in re.findall(r"(\w+)>=([\d.]+)", " ".join(PROJECT["dependencies"])):
+        assert f"{package} {version} or newer" in page
+
+
 @pytest.mark.parametrize("name", READMES)
 def test_cards_and_versions_are_those_of_rows_and_of_make_test(name):
     measured, compiled, _, cpu = places(name)
