@@ -38,9 +38,6 @@ VARIANTS = {
     "own-dq-unseeing-queries": Case("p", Sizes(1, 420, 140, 2, 2, 256), Features(causal=True)),
     "own-dq-groups": Case("q", Sizes(2, 140, 150, 4, 2, 256), Features(causal=True)),
     "own-dq-window": Case("r", Sizes(1, 330, 200, 2, 1, 256), Features(window=(70, 30))),
-    "own-dq-scores": Case(
-        "s", Sizes(1, 150, 200, 2, 2, 256), Features(True, (60, 0), 3.0, alibi="heads")
-    ),
     "three-quarters": Case("g", Sizes(1, 150, 100, 2, 2, 192, 128), Features(causal=True)),
     "three-quarters-full": Case("i", Sizes(1, 140, 260, 2, 1, 192, 128), Features(lse_grad=True)),
     "three-quarters-softcap": Case("j", Sizes(1, 90, 200, 2, 1, 136, 40), Features(softcap=3.0)),
@@ -95,13 +92,15 @@ def test_headdim_256_has_a_kernel_for_dq():
     q = torch.empty(1, 256, 2, 256)
     assert has_own_dq(problem_of(256, deterministic=True), q)
     for features in (dict(nheads_k=1), dict(is_packed=True), dict(has_seqused_k=True)):
-        assert has_own_dq(problem_of(256, softcap=3.0, left=10)._replace(**features), q)
+        assert has_own_dq(problem_of(256, left=10)._replace(**features), q)
     tile = plan.plan_of(problem_of(256, deterministic=True), True, has_dq=False).tile
     assert not tile.HAS_DQ and not tile.ORDERED
     for problem in (
         problem_of(256, 192),
         problem_of(192, 256),
         problem_of(256)._replace(has_dropout=True),
+        problem_of(256, softcap=3.0),
+        problem_of(256)._replace(has_alibi=True),
     ):
         assert not has_own_dq(problem, q)
 
@@ -310,7 +309,7 @@ def test_dq_is_converted_when_all_its_tiles_have_added(headdim, nheads_k):
 @pytest.mark.parametrize("nheads_k", [8, 4, 1])
 @pytest.mark.parametrize(
     "features",
-    [dict(causal=False), dict(causal=True), dict(causal=True, window=(300, 0), softcap=30.0)],
+    [dict(causal=False), dict(causal=True), dict(causal=True, window=(300, 0))],
     ids=["full", "causal", "window"],
 )
 def test_dq_by_a_kernel_of_its_own(features, nheads_k):

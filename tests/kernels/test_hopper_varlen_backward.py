@@ -77,7 +77,7 @@ PACKED = (
         "own-dq-window",
         (20, 0, 164),
         (25, 9, 200),
-        Features(True, (50, 0), 3.0, sinks=True, lse_grad=True),
+        Features(True, (50, 0), sinks=True, lse_grad=True),
         GROUPS._replace(headdim=256),
         spare=5,
         tail=150,

@@ -23,7 +23,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ....tile.gradient import probabilities, score_gradient
 from ....tile.schedule import query_tile_in_group
-from ....tile.score import load_slope, score_without_bias
 from ....tile.seqlen import lengths_in, offsets_of
 from ....tile.types import Sequence, Tile
 from ....tile.varlen import Hint, VarlenTile
@@ -214,7 +213,6 @@ def query_partition(
             dp = warpgroup_mma_wait(1, deps=[pending_dp])
             release_by_threads(keys, v_state)
             s = warpgroup_mma_wait(0, deps=[pending_s])
-            # A branch around all of it: else a derivative would stay in registers, and spill
             if is_partial(n_block, work):
                 ds = grad_scores(
                     s, dp, minus_lse, m_start, n_block, work, call,
@@ -271,13 +269,10 @@ def grad_scores(
 ):
     """dS of a block of keys; HIDES: of which some are masked."""
     lengths = tile_lengths(work, call, FEATURES=FEATURES, TILE=TILE)
-    slope = load_slope(call.optionals, work.batch, head=work.head, FEATURES=FEATURES)
-    seq = Sequence(lengths, slope, numbers=call.numbers)
+    seq = Sequence(lengths, 0.0, numbers=call.numbers)
     q_idx = (m_start + gl.arange(0, 64, row_of(qk.type.layout)))[:, None]
     k_idx = n_block * TILE.BLOCK_N + gl.arange(0, TILE.BLOCK_N, column_of(qk.type.layout))[None, :]
-    scored = score_without_bias(qk, q_idx, k_idx=k_idx, seq=seq, FEATURES=FEATURES)
-    s = scored.s
     if HIDES:
-        s = hide(s, q_idx, k_idx=k_idx, seq=seq, FEATURES=FEATURES)
-    p = probabilities(s, minus_lse, seq=seq, FEATURES=FEATURES)
-    return score_gradient(p, dp, derivative=scored.derivative)
+        qk = hide(qk, q_idx, k_idx=k_idx, seq=seq, FEATURES=FEATURES)
+    p = probabilities(qk, minus_lse, seq=seq, FEATURES=FEATURES)
+    return score_gradient(p, dp, derivative=1.0)

@@ -96,13 +96,13 @@ def is_three_quarters(problem: Problem) -> bool:
 
 
 def has_own_dq(problem: Problem, q: Any, sizes: Sizes) -> bool:
-    """Whether dQ has a kernel of its own (mma_dq.py): at headdim 256, without functions, lists or
-    numbers of each score, where the last tiles of queries leave few SMs idle.
+    """Whether dQ has a kernel of its own (mma_dq.py): of plain scores at headdim 256, where the
+    last tiles of queries leave few SMs idle.
 
     docs/design/hopper-backward.md has the times of one kernel and of two.
     """
     sms = num_sms(q.device) if q.device.type == "cuda" else 0
-    is_served = problem.headdim == problem.headdim_v == 256 and not problem.is_modified
+    is_served = problem.headdim == problem.headdim_v == 256 and problem.has_plain_scores
     tiles = q.shape[0] * problem.nheads * padded_blocks(problem, sizes)
     return is_served and tiles >= LEAST_TILES[problem.is_causal] * sms
 
