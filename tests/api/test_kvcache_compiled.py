@@ -147,7 +147,7 @@ def test_a_row_of_a_cache_is_written_once():
     k_cache, v_cache, k, v = (torch.randn(2, n, HEADS_K, HEADDIM) for n in (8, 8, 2, 2))
     given = dict(q=torch.randn(2, 2, HEADS, HEADDIM), k_cache=k_cache, v_cache=v_cache, k=k, v=v)
     given |= dict(cache_seqlens=ints(3, 4), cache_batch_idx=ints(1, 1))
-    assert_refuses(attend, given, r"cache_batch_idx .*row 4 of page 1 twice")
+    assert_refuses(attend, given, r"cache_batch_idx .*row 4 of sequence 1 twice")
     attend(given | dict(cache_seqlens=ints(1, 3)))  # apart
     nothing = dict(k=None, v=None)
     assert_refuses(attend, given | dict(cache_batch_idx=ints(1, 2)), "cache_batch_idx")
