@@ -347,7 +347,7 @@ BAD = {
     "documents shape": (lambda: document(DOCS[None]), r"doc_ids has shape \(1, 2, 12\)"),
     "size": (lambda: chunked(0), "size=0: it must be at least 1"),
     "stride": (lambda: dilated(-1), "stride=-1: it must be at least 1"),
-    "not a function": (lambda: mask(3), "mask is an int: it must be a function"),
+    "not a function": (lambda: mask(3), "mask_mod is an int: it must be a Mask or a function"),
     "operand": (lambda: causal() & 3, "`&` joins a mask with an int"),
     "truth": (lambda: causal() and 3, "truth value.*join masks with &"),
     "too large": (lambda: causal().dense(1, 1, 1 << 14, 1 << 14), "dense mask.*create_block_mask"),
