@@ -90,7 +90,7 @@ class Matmul:
         a = decoded(np.ascontiguousarray(a), self.type).reshape(64, k)
         b = decoded(self._operand(*self.b, n, k, element), self.type).reshape(n, k)
         acc = _accumulator(self.d) if self.adds else np.zeros((64, n), np.float32)
-        found = _short_sum(a, b, acc) if element == 1 else acc + a @ b.T
+        found = _short_sum(a, b, acc) if element == 1 else rounded_once(a, b.T, acc)
         for target, values in zip(self.d, _to_accumulator(found)):
             target[:] = values
 
@@ -124,6 +124,11 @@ def _to_accumulator(values: np.ndarray) -> np.ndarray:
     return parts.reshape(-1, 128)
 
 
+def rounded_once(a: np.ndarray, b: np.ndarray, total: np.ndarray) -> np.ndarray:
+    """total + a b, of fp64: in fp32 a sum's order, and so its bits, would follow the shapes."""
+    return (total + a.astype(np.float64) @ b.astype(np.float64)).astype(np.float32)
+
+
 def _short_sum(a: np.ndarray, b: np.ndarray, total: np.ndarray) -> np.ndarray:
     """The products of 32 columns of a and b, cut, added to the total."""
     products = a.T[:, :, None] * b.T[:, None, :]  # (32, 64, N)
@@ -132,7 +137,7 @@ def _short_sum(a: np.ndarray, b: np.ndarray, total: np.ndarray) -> np.ndarray:
     products /= unit
     kept = (np.trunc(total / unit) + np.trunc(products, out=products).sum(0)) * unit
     is_plain = np.isfinite(largest) & (largest > 0)
-    return np.where(is_plain, kept, total + a @ b.T)
+    return np.where(is_plain, kept, rounded_once(a, b.T, total))
 
 
 class Matmuls:
@@ -260,7 +265,7 @@ def mma(code: Program, one: Instruction) -> Step:
             decoded(np.ascontiguousarray(x).view(np.uint8), a_type).reshape(len(x), -1, k)
             for x in (left, right)
         )
-        found = total + left @ right.transpose(0, 2, 1)
+        found = rounded_once(left, right.transpose(0, 2, 1), total)
         parts = found.reshape(-1, 2, 8, 4, 2).transpose(1, 4, 0, 2, 3).reshape(4, -1)
         for slot, part in zip(d, parts):
             put(r[slot], part, group)
