@@ -21,11 +21,11 @@ from typing import NamedTuple, Never
 
 import torch
 
-from .errors import ArgumentError, a_type
+from .errors import ArgumentError
 from .frontend.cached import check_cached, is_cached
 from .frontend.call import check
-from .frontend.checks import in_order, sizes_of
-from .frontend.scalars import Numbers, Window, check_flag
+from .frontend.checks import FLOATS, check_kind, check_tensor, in_order, sizes_of
+from .frontend.scalars import Numbers, Window, as_int, check_flag
 from .frontend.values import check_values
 from .kernels.common.cached import Cached, lse_by_query, lse_shape
 from .keywords import refuses_others, unexpected
@@ -108,6 +108,9 @@ def attention_reference(
     """
     if unknown:
         raise unexpected("tilewise.attention_reference", unknown)
+    if not isinstance(first, (tuple, list)) or len(first) != 3 or None in map(as_int, first):
+        raise ArgumentError(f"first={first!r}: it must be three ints, (batch, head, query)")
+    upcast = check_flag("upcast", upcast)
     numbers = Numbers(scale, softcap, dropout_p, causal=causal, window=window)
     is_scaled = k_descale is not None or v_descale is not None
     if is_scaled or is_cached(k, page_table, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k):
@@ -126,7 +129,8 @@ def attention_reference(
         dropout_rng = draw_rng(q.device)
     extras = Extras(alibi_slopes, sinks, seqused_k, seqused_q, cu_seqlens_q, cu_seqlens_k, bias)
     extras = extras._replace(dropout_rng=dropout_rng if dropout_p else None)
-    slopes = None if alibi_slopes is None else alibi_slopes.detach()  # here they have a gradient
+    has_slopes = isinstance(alibi_slopes, Tensor)
+    slopes = alibi_slopes.detach() if has_slopes else alibi_slopes  # here they have a gradient
     with_slopes = extras._replace(alibi_slopes=slopes)
     checked = check(q, k, v, extras=with_slopes, numbers=numbers, deterministic=False)
     check_values(q, k, extras=extras)
@@ -343,8 +347,8 @@ def merge_states(out1: Tensor, lse1: Tensor, out2: Tensor, lse2: Tensor) -> tupl
         lse2: shaped as lse1.
 
     Returns:
-        (out, lse), computed in fp32 (fp64 for fp64), out in the dtype of out1, differentiable in
-        all four. Where both lse are -inf (no key at all) lse is -inf and out 0.
+        (out, lse), computed in fp32, or in fp64 if an lse is fp64, out in the dtype of out1,
+        differentiable in all four. Where both lse are -inf (no key at all) lse is -inf and out 0.
 
     Raises:
         ArgumentError: shapes do not match.
@@ -370,13 +374,8 @@ def merge_states(out1: Tensor, lse1: Tensor, out2: Tensor, lse2: Tensor) -> tupl
 def _check_states(out1: Tensor, lse1: Tensor, out2: Tensor, lse2: Tensor) -> None:
     states = dict(out1=out1, lse1=lse1, out2=out2, lse2=lse2)
     for name, x in states.items():
-        if not isinstance(x, Tensor) or not x.is_floating_point():
-            kind = f"a {x.dtype} tensor" if isinstance(x, Tensor) else f"{a_type(x)}"
-            raise ArgumentError(f"{name} is {kind}: it must be a torch.Tensor of floats")
-        if x.device != out1.device:
-            raise ArgumentError(
-                f"{name} is on {x.device} and out1 is on {out1.device}: move them to one device"
-            )
+        check_tensor(name, x)
+        check_kind(name, x, q=out1, dtypes=FLOATS, of="out1")
     if out1.shape != out2.shape:
         raise ArgumentError(
             f"out1 has shape {tuple(out1.shape)} and out2 has shape {tuple(out2.shape)}: they "

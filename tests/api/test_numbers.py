@@ -168,6 +168,9 @@ NO_NUMBERS = {
     "an array without dimensions": np.array(0.1),
     "a complex tensor": torch.tensor(1j),
     "two numbers": torch.tensor([0.1, 0.2]),
+    "a tensor without memory": torch.tensor(0.1, device="meta"),
+    "a sparse tensor": torch.tensor([0.1]).to_sparse(),
+    "a nested tensor": torch.nested.nested_tensor([torch.ones(1)], layout=torch.jagged),
 }
 
 
@@ -176,7 +179,7 @@ NO_NUMBERS = {
 def test_what_is_no_number_is_refused_by_name(name, value):
     q = torch.randn(1, 20, 2, 16)
     for attend in (tilewise.attention, tilewise.attention, tilewise.attention_reference):
-        with pytest.raises(ArgumentError, match=f"^{name}.*(number|positive)"):
+        with pytest.raises(ArgumentError, match=f"(?s)^{name}.*(number|positive)"):
             attend(q, q, q, **{name: value})
 
 
@@ -209,6 +212,8 @@ OTHERS = {
     "window of bools": dict(window=(True, False)),
     "window an array of three": dict(window=np.array([1, 2, 3])),
     "window an array of floats": dict(window=np.array([1.0, 2.0])),
+    "window without memory": dict(window=torch.ones(2, dtype=torch.int32, device="meta")),
+    "window with a side without memory": dict(window=(torch.tensor(1, device="meta"), 0)),
     "max_seqlen_q of two": dict(max_seqlen_q=torch.tensor([1, 2])),
     "max_seqlen_q a float tensor": dict(max_seqlen_q=torch.tensor(1.5)),
     "max_seqlen_k negative": dict(max_seqlen_k=-1),

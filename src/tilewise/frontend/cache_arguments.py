@@ -14,7 +14,7 @@ from ..kernels.common import shared_memory
 from ..mods.compilers import share_batch
 from ..ops.calls import needs_dispatcher
 from .checks import check_dims, check_kind, check_tensor
-from .scalars import as_int
+from .scalars import as_int, has_strides
 from .values import check_starts, knows_values
 
 Tensor = torch.Tensor
@@ -63,7 +63,8 @@ def check_memory(arguments: dict[str, Any], has_new: bool) -> bool:
     tensors = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
     is_traced = needs_dispatcher(tensors.values())
     if not (is_traced or peek_interpreter_stack() is not None or tensors["k_cache"].is_meta):
-        shared_memory.check_memory(tensors, has_new)
+        dense = {name: x for name, x in tensors.items() if has_strides(x)}  # others are refused
+        shared_memory.check_memory(dense, has_new)
     return is_traced
 
 
@@ -94,7 +95,7 @@ def lengths_before(arguments: dict[str, Any], batch: int, table_name: str) -> Te
     if length is None:
         length = k_cache.shape[1] * (1 if table is None else table.shape[1])
     number = as_int(length)
-    if number is None:
+    if number is None or (type(number) is int and number >> 31 not in (0, -1)):
         raise ArgumentError(
             f"cache_seqlens={length!r}: it must be an int, int32 of shape (batch,), or None"
         )

@@ -32,7 +32,8 @@ def check_chunk(chunk: Any) -> int:
             f"attention_chunk={chunk!r}: it must be an int, the number of keys per chunk, or 0 "
             "for no chunks"
         )
-    return operator.index(size)  # a compiler makes a graph for each: it is part of the code
+    # A compiler makes a graph for each: it is part of the code
+    return min(operator.index(size), 2**31 - 1)
 
 
 def within_chunk(numbers: Numbers, chunk: int) -> Numbers:

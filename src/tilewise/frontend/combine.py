@@ -46,7 +46,8 @@ def flash_attn_combine(
     for name, x in (tensors if out is None else tensors | dict(out=out)).items():
         check_tensor(name, x)
         check_kind(name, x, q=out_partial, dtypes=FLOATS, of="out_partial")
-    if out_dtype not in ((None, *FLOATS) if out is None else (None, out.dtype)):
+    dtypes = FLOATS if out is None else (out.dtype,)
+    if out_dtype is not None and all(out_dtype is not dtype for dtype in dtypes):
         kind = "a dtype of floats" if out is None else f"that of out, {out.dtype}"
         raise ArgumentError(f"out_dtype={out_dtype!r}: it must be None or {kind}")
     if out_partial.dim() not in (4, 5) or out_partial.shape[:-1] != lse_partial.shape:

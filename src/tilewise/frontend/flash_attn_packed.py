@@ -8,6 +8,7 @@ import torch
 
 from ..errors import ArgumentError
 from ..keywords import refuses_others, unexpected
+from .checks import check_dims
 from .flash_attn import flash_attn_func, flash_attn_varlen_func
 from .scalars import Window
 
@@ -189,11 +190,9 @@ def flash_attn_varlen_kvpacked_func(
 
 
 def _unpack(name: str, packed: Tensor, parts: int, dim: int = 2) -> tuple[Tensor, ...]:
-    is_tensor = isinstance(packed, torch.Tensor)
-    if not is_tensor or packed.dim() != dim + 3 or packed.shape[dim] != parts:
-        shape = tuple(packed.shape) if is_tensor else type(packed).__name__
-        rows = "batch, seqlen" if dim == 2 else "total"
-        raise ArgumentError(
-            f"{name} has shape {shape}: it must be ({rows}, {parts}, nheads, headdim)"
-        )
+    rows = "batch, seqlen" if dim == 2 else "total"
+    remedy = f"it must be ({rows}, {parts}, nheads, headdim)"
+    check_dims(name, packed, dims=dim + 3, remedy=remedy)
+    if packed.shape[dim] != parts:
+        raise ArgumentError(f"{name} has shape {tuple(packed.shape)}: {remedy}")
     return packed.unbind(dim)

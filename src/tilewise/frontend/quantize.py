@@ -132,8 +132,9 @@ def quantize(
 
 def _steps(rotate: Any, smooth: Any) -> Steps:
     is_rotated = check_flag("rotate", rotate)
-    is_smooth = smooth == "v" or check_flag("smooth", smooth, remark=' or "v"')
-    return Steps(is_rotated, is_smooth and smooth != "v", smooth_v=is_smooth)
+    is_v = isinstance(smooth, str) and smooth == "v"
+    smooth_v = is_v or check_flag("smooth", smooth, remark=' or "v"')
+    return Steps(is_rotated, smooth_v and not is_v, smooth_v=smooth_v)
 
 
 def _tables(rotary: Any, k: Tensor, of: Lengths) -> Rotary:

@@ -79,24 +79,30 @@ def check_softcap(softcap: float) -> float:
     """A positive number, or 0 for none."""
     number = check_number("softcap", softcap, remedy="let a score_mod capture it")
     if not (number >= 0 and number < math.inf):
-        raise ArgumentError(
-            f"softcap={softcap}: it must be positive and finite, or 0 or None for none"
-        )
+        raise ArgumentError(f"softcap={softcap}: it must be positive and finite, or 0 or None")
     return number
+
+
+def has_strides(x: Any) -> bool:
+    """Whether it is a tensor that is neither sparse nor nested."""
+    return isinstance(x, Tensor) and x.layout == torch.strided and not x.is_nested
+
+
+def has_numbers(x: Any) -> bool:
+    """Whether it is a tensor whose numbers may be read: it has strides, and memory."""
+    return has_strides(x) and x.device.type != "meta"
 
 
 def check_number(name: str, value: Any, remedy: str) -> float:
     """What is a number or counts as one; not what would be learned, as it gets no gradient."""
-    if isinstance(value, Tensor):
+    if has_numbers(value) and not value.is_complex():
         if value.requires_grad or value.numel() != 1:
             raise ArgumentError(
                 f"{name} is a tensor of shape {tuple(value.shape)} with requires_grad "
                 f"{value.requires_grad}: it must be a number, without a gradient; {remedy}"
             )
-        if value.is_complex():
-            raise ArgumentError(f"{name} is a {value.dtype} tensor: it must be a real number")
     elif isinstance(value, bool) or not isinstance(value, REAL):
-        raise ArgumentError(f"{name}={value!r}: it must be a number")
+        raise ArgumentError(f"{name}={value!r}: it must be a real number")
     try:
         return float(value)
     except OverflowError:  # an int past all floats
@@ -134,7 +140,7 @@ def check_causal(causal: bool | str) -> str:
         return "bottom_right"
     if isinstance(causal, str) and causal in ("bottom_right", "top_left"):
         return causal
-    if isinstance(causal, Tensor):
+    if isinstance(causal, Tensor) and not causal.is_nested:
         raise NotImplementedError(
             f"causal is a tensor of shape {tuple(causal.shape)}: one call is causal for all of its "
             "sequences or for none, so call once for each of the two kinds"
@@ -167,7 +173,7 @@ def check_window(window: Any, name: str) -> tuple[int, int]:
     if window is None:
         return OPEN, OPEN
     pair = window
-    if isinstance(window, Tensor) or type(window).__module__ == "numpy":
+    if has_numbers(window) or type(window).__module__ == "numpy":
         pair = window.tolist()
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise ArgumentError(
@@ -191,11 +197,9 @@ def as_int(value: Any) -> int | None:
     if type(value) in (int, torch.SymInt):
         return value
     if isinstance(value, Tensor):
-        is_one = value.numel() == 1 and value.dtype in INTEGERS
+        is_one = has_numbers(value) and value.numel() == 1 and value.dtype in INTEGERS
         return value.item() if is_one else None  # pyright: ignore[reportReturnType]  # an int
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        return None
-    return int(value)
+    return int(value) if isinstance(value, numbers.Integral) and type(value) is not bool else None
 
 
 def check_bounds(*bounds: int | Tensor | None) -> None:
@@ -227,9 +231,7 @@ def step_bound(bound: int | Tensor | None) -> Any:
 
 def longest_of(max_seqlen_q: int | Tensor | None) -> int:
     """The greatest power of two that a bound on lengths reaches; 0 where it is not known here."""
-    if type(max_seqlen_q) is not int or max_seqlen_q < 1:
-        return 0
-    return 1 << max_seqlen_q.bit_length() - 1
+    return step_bound(max_seqlen_q) if type(max_seqlen_q) is int and max_seqlen_q > 0 else 0
 
 
 def is_long(max_seqlen_q: int | Tensor | None) -> bool:

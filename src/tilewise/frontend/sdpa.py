@@ -8,7 +8,7 @@ from typing import Any, Never
 
 import torch
 
-from ..errors import ArgumentError, Words, a_type
+from ..errors import ArgumentError, Words
 from ..keywords import refuses_others, unexpected
 from ..mods.compilers import holds, share_batch
 from ..mods.flat import NO_MODIFIERS, FlatMods
@@ -20,6 +20,7 @@ from ..tile.dropout_numbers import check_dropout, draw_rng
 from . import paths
 from .broadcasting import Batched, batched, over_scores, with_positive_scale
 from .call import call, launch
+from .checks import check_tensor
 from .compiled import fits_node, has_node
 from .scalars import Numbers, check_flag
 
@@ -206,11 +207,7 @@ def _masked_by(attn_mask: Tensor | None, x: Batched) -> tuple[Tensor | None, Fla
     """An attn_mask of torch's for a call of these shapes: numbers are a bias, bools a mask."""
     if attn_mask is None:
         return None, NO_MODIFIERS
-    if not isinstance(attn_mask, torch.Tensor):
-        raise ArgumentError(
-            f"attn_mask is {a_type(attn_mask)}: it must be a torch.Tensor that broadcasts "
-            f"over the scores, {x.scores}"
-        )
+    check_tensor("attn_mask", attn_mask)
     if attn_mask.dim() == 4:
         share_batch(x.query, attn_mask)
     sizes = x.scores[len(x.scores) - attn_mask.dim() :]

@@ -9,7 +9,7 @@ import torch
 from ..errors import ArgumentError, short
 
 Tensor = torch.Tensor
-SIZE = 16  # rows of the smallest tile: of what blocks are multiples
+SIZES = range(16, 1 << 31, 16)  # rows of a block: multiples of those of the smallest tile
 
 
 class BlockLists(NamedTuple):
@@ -38,10 +38,10 @@ def check_shape(shape: tuple[int, ...], block: tuple[int, int]) -> None:
 def check_block(block: tuple[int, int]) -> None:
     """A block that tiles of kernels, whose sides are powers of two, make up."""
     is_pair = isinstance(block, (tuple, list)) and len(block) == 2
-    if not is_pair or any(not isinstance(n, int) or n < SIZE or n % SIZE for n in block):
+    if not is_pair or any(not isinstance(n, int) or n not in SIZES for n in block):
         raise ArgumentError(
-            f"block={block!r}: it must be a pair (BLOCK_M, BLOCK_N) of multiples of {SIZE}, such "
-            "as (128, 128)"
+            f"block={block!r}: it must be a pair (BLOCK_M, BLOCK_N) of multiples of "
+            f"{SIZES.step} below 2^31, such as (128, 128)"
         )
 
 

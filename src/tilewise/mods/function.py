@@ -72,13 +72,14 @@ class TracedFunction:
             raise ArgumentError(
                 f"the {self.KIND} captured tensors on {names}: move them to one device"
             )
-        device = devices.pop() if devices else None
-        if wanted is None:
-            return device or torch.device("cpu")
-        wanted = torch.device(wanted)
-        if device is None:
-            return wanted
-        if device.type != wanted.type or wanted.index not in (None, device.index):
+        try:
+            wanted = None if wanted is None else torch.device(wanted)
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise ArgumentError(f"device={wanted!r}: it must be a device of torch's") from error
+        if not devices:
+            return wanted or torch.device("cpu")
+        device = devices.pop()
+        if wanted and (device.type != wanted.type or wanted.index not in (None, device.index)):
             raise ArgumentError(
                 f"the {self.KIND} captured tensors on {device} and is asked for on {wanted}: call "
                 f'{self.KIND.split()[0]}.to("{wanted}")'
