@@ -3,6 +3,7 @@
 import contextlib
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -123,6 +124,67 @@ def test_wrong_input_is_refused_by_name(name):
     with pytest.raises(tilewise.ArgumentError) as refusal:
         tilewise.attention(**({x: bshd() for x in "qkv"} | wrong))
     claims.hold_in(str(refusal.value))
+
+
+NESTED = torch.nested.nested_tensor([torch.ones(3, 4), torch.ones(2, 4)], layout=torch.jagged)
+SPARSE = torch.ones(4).to_sparse()
+CALLS = [
+    *[("attend", "causal", NESTED), ("attend", "window", SPARSE)],
+    *[("reference", "alibi_slopes", 0.5), ("reference", "first", 0), ("reference", "first", "abc")],
+    *[("reference", "first", (0, 1.5, 0)), ("reference", "upcast", torch.ones(2))],
+    *[("step", "num_splits", "all"), ("step", "num_splits", -1), ("step", "pack_gqa", "no")],
+    *[("step", "sm_margin", None), ("step", "rotary_interleaved", "no"), ("step", "out", NESTED)],
+    *[("step", "cache_seqlens", n) for n in (10**12, -(10**12), torch.tensor(3, device="meta"))],
+    *[("step", "alibi_slopes", SPARSE), ("step", "learnable_sink", NESTED)],
+    *[("step", "k", bshd(seqlen=1).to_sparse()), ("step", "v_cache", bshd().to_sparse())],
+    *[("quantize", "smooth", np.ones(4)), ("combine", "out_dtype", np.ones(4))],
+    *[("packed", "qkv", NESTED), ("torchs", "attn_mask", NESTED)],
+    *[("blocks", "device", x) for x in ("abc", 0.5, -5, 1 << 70, torch.ones(1))],
+    *[("blocks", "block", 10**12), ("blocks", "block", (16, 1 << 70))],
+]
+
+
+def call_with(function, **changed):
+    """A call of a public function, with one argument changed."""
+    q = k = v = bshd()
+    new = bshd(seqlen=1)
+    bound = dict(batch=1, nheads=1, seqlen_q=9, seqlen_k=9)
+    called, arguments = {
+        "attend": (tilewise.attention, dict(q=q, k=k, v=v)),
+        "reference": (tilewise.attention_reference, dict(q=q, k=k, v=v)),
+        "step": (
+            tilewise.flash_attn_with_kvcache,
+            dict(q=new, k_cache=bshd(), v_cache=bshd(), k=new, v=new, cache_seqlens=3),
+        ),
+        "quantize": (tilewise.quantize, dict(q=q, k=k, v=v)),
+        "combine": (
+            tilewise.flash_attn_combine,
+            dict(out_partial=torch.ones(3, 5, 4, 8), lse_partial=torch.ones(3, 5, 4)),
+        ),
+        "packed": (tilewise.flash_attn_qkvpacked_func, {}),
+        "torchs": (tilewise.scaled_dot_product_attention, dict(query=q, key=k, value=v)),
+        "blocks": (
+            tilewise.sparse.create_block_mask,
+            dict(mask=tilewise.mods.causal(), **bound),
+        ),
+    }[function]
+    return called(**arguments | changed)
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "value"),
+    CALLS,
+    ids=[f"{function} {name} {i}" for i, (function, name, _) in enumerate(CALLS)],
+)
+def test_wrong_values_are_refused_by_name(function, name, value):
+    with pytest.raises(tilewise.ArgumentError, match=rf"(?s)^{name}\b"):
+        call_with(function, **{name: value})
+
+
+def test_a_chunk_past_all_lengths_is_no_chunk():
+    q = bshd()
+    chunked = tilewise.flash_attn_func(q, q, q, attention_chunk=1 << 70)
+    torch.testing.assert_close(chunked, tilewise.flash_attn_func(q, q, q))
 
 
 def test_an_argument_error_is_what_callers_of_both_families_catch():

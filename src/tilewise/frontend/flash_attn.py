@@ -120,7 +120,7 @@ def flash_attn_func(
     flags = causal, softcap, deterministic, return_attn_probs, return_lse, num_splits, pack_gqa
     has_more = not (q_descale is k_descale is v_descale is out_dtype is None)
     if shards.contexts and shards.is_sharded() and not (has_more or has_fp8(q)):
-        _check_hints(num_splits, pack_gqa)
+        check_hints(num_splits, pack_gqa)
         if attention_chunk:
             raise NotImplementedError(
                 "attention_chunk inside tilewise.distributed.context_parallel: pass "
@@ -144,7 +144,7 @@ def flash_attn_func(
         if entry is not None and entry.call is not None:
             out, lse = launch(entry.call, inputs, optional=optional, layout="bshd")
             return (out, lse, None) if return_attn_probs else (out, lse) if return_lse else out
-    _check_hints(num_splits, pack_gqa)
+    check_hints(num_splits, pack_gqa)
     extras = Extras(alibi_slopes, learnable_sink)
     numbers = Numbers(softmax_scale, softcap, dropout_p, causal=_flag(causal), window=window_size)
     is_fp8 = has_more or k is None or v is None or has_fp8(q)
@@ -258,7 +258,7 @@ def flash_attn_varlen_func(
             out, lse = launch(entry.call, inputs, optional=optional, layout="bshd", words=WORDS)
             return (out, lse, None) if return_attn_probs else (out, lse) if return_lse else out
     check_bounds(max_seqlen_q, max_seqlen_k)
-    _check_hints(num_splits, pack_gqa)
+    check_hints(num_splits, pack_gqa)
     extras = Extras(alibi_slopes, learnable_sink, seqused_k, seqused_q, cu_seqlens_q, cu_seqlens_k)
     is_fp8 = not (q_descale is out_dtype is None) or k is None or v is None or has_fp8(q)
     if block_table is None:  # pages have scales over 16-bit q, too
@@ -387,9 +387,11 @@ def _returned(out: Tensor, lse: Tensor, return_attn_probs: bool, return_lse: boo
     return (out, lse) if check_flag("return_lse", return_lse) else out
 
 
-def _check_hints(num_splits: int, pack_gqa: bool | None) -> None:
-    splits = as_int(num_splits)
-    if splits is None or splits < 0:
-        raise ArgumentError(f"num_splits={num_splits!r}: it must be an int, at least 0")
+def check_hints(num_splits: int, pack_gqa: bool | None, sm_margin: int = 0) -> None:
+    """Arguments of flash-attn that have no effect here."""
+    for name, hint in (("num_splits", num_splits), ("sm_margin", sm_margin)):
+        number = as_int(hint)
+        if number is None or number < 0:
+            raise ArgumentError(f"{name}={hint!r}: it must be an int, at least 0")
     if pack_gqa is not None:
         check_flag("pack_gqa", pack_gqa, remark=" or None")

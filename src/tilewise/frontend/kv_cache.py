@@ -28,6 +28,7 @@ from .cached import attend_cached, check_cached, check_outputs, launch_step
 from .checks import check_form, with_contiguous_rows
 from .chunks import check_chunk, chunk_of_cache, within_chunk
 from .compiled import fits_node, has_node
+from .flash_attn import check_hints
 from .scalars import Numbers, Window, check_bounds, check_flag, longest_of, step_bound
 
 Tensor = torch.Tensor
@@ -139,7 +140,7 @@ def flash_attn_with_kvcache(
     """
     if unknown:
         raise unexpected("tilewise.flash_attn_with_kvcache", unknown)
-    del scheduler_metadata, pack_gqa, sm_margin, num_splits  # hints
+    hints = num_splits, pack_gqa, sm_margin
     entry = addresses = None
     longest = 0 if max_seqlen_q is None else step_bound(max_seqlen_q)
     place = block_table if page_table is None else page_table
@@ -154,11 +155,10 @@ def flash_attn_with_kvcache(
         tensors = q, k_cache, v_cache, place, cache_seqlens, cu_seqlens_q
         tensors = *tensors, alibi_slopes, learnable_sink, k_descale, v_descale, out
         plain = "flash_attn_with_kvcache", causal, softmax_scale, softcap, return_softmax_lse
-        plain = *plain, attention_chunk, invariance.is_on, longest
+        plain = *plain, attention_chunk, invariance.is_on, longest, rotary_interleaved, *hints
         if has_new:
             tensors = *tensors, k, v, rotary_cos, rotary_sin, cu_seqlens_k_new, rotary_seqlens
             tensors = *tensors, cache_batch_idx, cache_leftpad
-            plain = "flash_attn_with_kvcache and new keys", rotary_interleaved, *plain[1:]
         is_plain = qv is q_descale is None and type(attention_chunk) is int
         if is_plain and has_kernels and (has_new or not is_moved):
             entry, addresses = find(
@@ -189,6 +189,7 @@ def flash_attn_with_kvcache(
             returned: Any = {"max_seqlen_q": max_seqlen_q, "return_softmax_lse": return_softmax_lse}
             return paths.traced("flash_attn_with_kvcache", **arguments, **returned)
     check_kinds(arguments)
+    check_hints(num_splits, pack_gqa, sm_margin)
     inputs = q, k, v
     q, k, v = with_contiguous_rows((("q", q), ("k", k), ("v", v)))
     if torch._C._is_any_autocast_enabled():
@@ -205,8 +206,8 @@ def flash_attn_with_kvcache(
     before = lengths_before(arguments, batch, table_name)
     causal = check_flag("causal", causal)
     return_softmax_lse = check_flag("return_softmax_lse", return_softmax_lse)
+    rotary_interleaved = check_flag("rotary_interleaved", rotary_interleaved)
     if rotary_cos is not None:
-        rotary_interleaved = check_flag("rotary_interleaved", rotary_interleaved)
         new_keys.check_rotation(q, cos=rotary_cos, sin=rotary_sin)
     if cache_batch_idx is not None:
         place, table_name = cache_batch_idx.unsqueeze(1), "cache_batch_idx"
