@@ -124,7 +124,7 @@ def attention(
         softcap: scores become softcap * tanh(score / softcap), before masks and ALiBi.
         alibi_slopes: fp32 (nheads,) or (batch, nheads); adds -slope * abs(distance to the
             diagonal).
-        sinks: (nheads,), a learnable logit per head that joins the softmax without a value.
+        sinks: (nheads,), a learnable logit per head, below inf; joins the softmax without a value.
         bias: added to the scores, dtype of q or fp32, (batch or 1, nheads or 1, seqlen_q or 1,
             seqlen_k or 1); differentiable. -inf hides a key. A row of -1e9 and the like attends to
             all keys alike, as in torch (see Troubleshooting, NaN).
