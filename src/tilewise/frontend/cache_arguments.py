@@ -14,7 +14,7 @@ from ..kernels.common import shared_memory
 from ..mods.compilers import share_batch
 from ..ops.calls import needs_dispatcher
 from .checks import check_dims, check_kind, check_tensor
-from .scalars import as_int, has_strides
+from .scalars import as_int
 from .values import check_starts, knows_values
 
 Tensor = torch.Tensor
@@ -60,11 +60,14 @@ def check_kinds(arguments: dict[str, Any]) -> None:
 
 def check_memory(arguments: dict[str, Any], has_new: bool) -> bool:
     """Refuses arguments in memory that a call writes, but of a traced call; whether it is one."""
-    tensors = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
+    tensors = {
+        name: x
+        for name, x in arguments.items()
+        if isinstance(x, Tensor) and x.layout == torch.strided and not x.is_nested  # else refused
+    }
     is_traced = needs_dispatcher(tensors.values())
     if not (is_traced or peek_interpreter_stack() is not None or tensors["k_cache"].is_meta):
-        dense = {name: x for name, x in tensors.items() if has_strides(x)}  # others are refused
-        shared_memory.check_memory(dense, has_new)
+        shared_memory.check_memory(tensors, has_new)
     return is_traced
 
 

@@ -16,7 +16,7 @@ from ..mods.compilers import share_batch
 from ..problem import Extras
 from ..tile.paging import batch_of
 from ..tile.quantize import LIMITS, is_one_byte
-from .scalars import PACKED, check_layout, has_strides
+from .scalars import PACKED, check_layout
 
 Tensor = torch.Tensor
 EIGHT_BITS = " or ".join(str(dtype).removeprefix("torch.") for dtype in LIMITS)
@@ -41,7 +41,8 @@ def check_tensor(name: str, x: Any) -> None:
 
 def check_dims(name: str, x: Any, dims: int, remedy: str) -> None:
     """It is a tensor of so many dimensions; `remedy` says which."""
-    if not has_strides(x) or x.dim() != dims:
+    is_dense = isinstance(x, torch.Tensor) and not x.is_nested and x.layout == torch.strided
+    if not is_dense or x.dim() != dims:
         check_tensor(name, x)
         raise ArgumentError(f"{name} has shape {tuple(x.shape)}: {remedy}")
 
@@ -63,7 +64,8 @@ def check_kind(
     if x.dtype not in dtypes:
         kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise ArgumentError(f"{name}.dtype is {x.dtype}: it must be {kinds}")
-    check_device(name, x, of=of, q=q)
+    if x.device != q.device:
+        check_device(name, x, of=of, q=q)
 
 
 def check_device(
@@ -92,7 +94,8 @@ def with_contiguous_rows(named: Iterable[tuple[str, Any]]) -> list[Tensor]:
     """Tensors whose last dimension is contiguous, or copies, as flash-attn and torch make them."""
     tensors: list[Any] = []
     for name, x in named:
-        if has_strides(x) and x.dim() and x.shape[-1] != 1 and x.stride(-1) != 1:
+        has_strides = isinstance(x, torch.Tensor) and x.layout == torch.strided and not x.is_nested
+        if has_strides and x.dim() and x.shape[-1] != 1 and x.stride(-1) != 1:
             warn_slow(
                 f"{name} has stride {x.stride(-1)} in its last dimension, so every call copies "
                 "it: store it with that dimension contiguous"

@@ -26,7 +26,7 @@ Tensor = torch.Tensor
 
 def check_chunk(chunk: Any) -> int:
     """The length of a chunk, 0 for none."""
-    size = as_int(chunk)
+    size = chunk if type(chunk) is int else as_int(chunk)
     if size is None or size < 0:
         raise ArgumentError(
             f"attention_chunk={chunk!r}: it must be an int, the number of keys per chunk, or 0 "

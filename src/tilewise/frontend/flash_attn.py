@@ -390,7 +390,7 @@ def _returned(out: Tensor, lse: Tensor, return_attn_probs: bool, return_lse: boo
 def check_hints(num_splits: int, pack_gqa: bool | None, sm_margin: int = 0) -> None:
     """Arguments of flash-attn that have no effect here."""
     for name, hint in (("num_splits", num_splits), ("sm_margin", sm_margin)):
-        number = as_int(hint)
+        number = hint if type(hint) is int else as_int(hint)
         if number is None or number < 0:
             raise ArgumentError(f"{name}={hint!r}: it must be an int, at least 0")
     if pack_gqa is not None:

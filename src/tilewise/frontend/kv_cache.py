@@ -204,7 +204,7 @@ def flash_attn_with_kvcache(
         values.check_starts("cu_seqlens_q", cu_seqlens_q, q.shape[0], "queries")
     table, batch = place, batch_of(q, cu_seqlens_q)
     before = lengths_before(arguments, batch, table_name)
-    causal = check_flag("causal", causal)
+    causal = causal is True or check_flag("causal", causal)
     return_softmax_lse = check_flag("return_softmax_lse", return_softmax_lse)
     rotary_interleaved = check_flag("rotary_interleaved", rotary_interleaved)
     if rotary_cos is not None:

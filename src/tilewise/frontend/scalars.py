@@ -83,14 +83,10 @@ def check_softcap(softcap: float) -> float:
     return number
 
 
-def has_strides(x: Any) -> bool:
-    """Whether it is a tensor that is neither sparse nor nested."""
-    return isinstance(x, Tensor) and x.layout == torch.strided and not x.is_nested
-
-
 def has_numbers(x: Any) -> bool:
-    """Whether it is a tensor whose numbers may be read: it has strides, and memory."""
-    return has_strides(x) and x.device.type != "meta"
+    """Whether it is a tensor whose numbers may be read: neither nested, sparse nor without any."""
+    is_dense = isinstance(x, Tensor) and not x.is_nested and x.layout == torch.strided
+    return is_dense and x.device.type != "meta"
 
 
 def check_number(name: str, value: Any, remedy: str) -> float:
@@ -173,7 +169,7 @@ def check_window(window: Any, name: str) -> tuple[int, int]:
     if window is None:
         return OPEN, OPEN
     pair = window
-    if has_numbers(window) or type(window).__module__ == "numpy":
+    if (isinstance(window, Tensor) and has_numbers(window)) or type(window).__module__ == "numpy":
         pair = window.tolist()
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise ArgumentError(
