@@ -32,6 +32,19 @@ def grouped(rank, names):
         compare(case, layout, name, NAMES, method="heads", deterministic=True)
 
 
+def unequal(rank):
+    """Where query heads share no keys, the first group and the last are small."""
+    heads.LEAST_ROWS = heads.LEAST_OUTER_ROWS = 1
+    layouts = deals(Case(1, 1).seqlen, dist.group.WORLD)
+    for name in ("causal", "lse and sinks", "bf16"):
+        case = Case(12, 12, **FEATURES[name])
+        compare(case, next(layouts), name, NAMES, method="heads", deterministic=True)
+
+
+def test_unequal_groups():
+    run(unequal, 2)
+
+
 @pytest.mark.parametrize("ranks", sample([2, 4], 2))
 def test_groups_of_heads(ranks):
     run(grouped, ranks, CASES)
@@ -49,8 +62,9 @@ def test_groups_over_the_arena_of_gpus():
 
 
 def halves(rank):
-    """No half is written before what lies there was read: each barrier follows the arrival of all
-    pulls of the barrier before.
+    """No half is written before what lies there was read: each barrier of what was published in
+    another half follows the arrival of all pulls before. The first group's are begun before the
+    others are published.
     """
     heads.LEAST_ROWS = 1
     case, layout = Case(8, 4, causal=True), td.contiguous(173)
@@ -59,22 +73,28 @@ def halves(rank):
     )
     arena = arenas.arena_of(layout.group, CPU)
     events, marks = [], iter(range(100))
-    meet = arena.meet
+    meet, publish = arena.meet, arena.publish
+    arena.publish = lambda *x: events.append("publish") or publish(*x)
     arena.mark = lambda: events.append(mark := next(marks)) or mark
     arena.arrive = lambda mark: events.append(f"arrived {mark}")
     arena.meet = lambda signature: events.append("meet") or meet(signature)
     case.run(
         lambda *x, **y: td.attention(*x, layout=layout, method="heads", **y), share=layout.shard
     )
-    behind = []  # marks of pulls since the last barrier
+    behind, is_other = [], False  # marks of pulls that have not arrived
     for event in events:
-        if event == "meet":
-            assert not behind
+        if event == "publish":
+            is_other = True
+        elif event == "meet":
+            assert not (behind and is_other)
+            is_other = False
         elif isinstance(event, int):
             behind.append(event)
-        elif (mark := int(event.split()[1])) in behind:
-            behind.remove(mark)
-    assert not behind and events.count("meet") == 2 * 3  # forward and backward: one in, two back
+        else:  # copies are made in order
+            behind = [mark for mark in behind if mark > int(event.split()[1])]
+    assert not behind
+    # Forward and backward: a half, in which the first group comes before the second, and two back
+    assert events.count("publish") == 2 * 3 and events.count("meet") == 2 * 4
 
 
 def test_what_is_overwritten_was_read():
@@ -93,3 +113,12 @@ def test_groups_have_work_for_a_gpu(nheads_k, batch, expected):
     assert len(heads.groups_of(short, q[:1], k[:1], k[:1])) == 1
     odd = k[..., :3].bfloat16()  # a head of 6 bytes
     assert len(heads.groups_of(spec, q, odd, odd)) == 1
+
+
+@pytest.mark.parametrize(
+    "tokens, ends", [(16384, [0, 2, 6, 8]), (32768, [0, 2, 7, 8]), (4096, [0, 8])]
+)
+def test_small_groups_first_and_last(tokens, ends):
+    """Where no query heads share keys, and the small groups have work for a GPU."""
+    spec, q = ShardCall(td.zigzag(tokens, 2)), torch.empty(1, tokens // 2, 16, 8)
+    assert [x.stop for x in heads.groups_of(spec, q, q, q)] == ends[1:]

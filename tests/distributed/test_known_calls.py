@@ -313,10 +313,10 @@ def test_heads(gpu, learns):
     given = inputs(learns)
     found, calls = warm(lambda: td.attention(*given, layout=gpu, causal=True, method="heads"))
     assert found == {
-        **dict(copy_table_kernel=5, barrier_kernel=3, attention=2, poison_kernel=1),
-        **{"copy": 8, "recorded": 7, "waited for": 7},
+        **dict(copy_table_kernel=6, barrier_kernel=4, attention=2, poison_kernel=1),
+        **{"copy": 8, "recorded": 12, "waited for": 10},
     }
-    assert calls < 330
+    assert calls < 363  # the first group is met for by itself, and rows are placed beside a kernel
 
 
 def test_another_group_time_out_and_stream(gpu):

@@ -9,6 +9,7 @@ the first pulls and the last are hidden by nothing.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -21,7 +22,7 @@ from ...problem import INPUTS, Grads, Saved
 from ..transport.arena import reporting
 from ..transport.copies import Blocks, CopyList, Kind, are_aligned, in_rows, kind_of, places_of
 from ..transport.copy_lists import heads_to_rows, rows_to_heads
-from ..transport.exchange import publish_copies
+from ..transport.exchange import publish_copies, pull_copies
 from ..transport.halves import Arena
 from ..transport.nodes import Nodes
 from . import whole
@@ -30,6 +31,7 @@ from .shard_call import ShardCall
 
 Tensor = torch.Tensor
 LEAST_ROWS = 1 << 16  # of query heads in a group: 512 tiles of 128, four for each SM
+LEAST_OUTER_ROWS = 1 << 15  # in the last of three groups, whose way back nothing hides
 SAVED = 5  # tensors per group: q, k, v, out and lse
 GIVEN = 2  # gradients, of out and lse
 
@@ -232,9 +234,9 @@ class IncomingHeads:
     def __init__(self, arena: Arena, plan: HeadExchange, *, tensors: Sequence[Tensor]) -> None:
         self.arena, self.plan = arena, plan
         self.memory = [x.new_empty(n) for x, n in zip(tensors, plan.sizes)]
-        signature, memory = plan.signature, self.memory
-        publish_copies(arena, plan.copies, signature=signature, sources=tensors, targets=memory)
-        self.marks = arena.pull(plan.copies.pieces, memory, traffic=plan.copies.traffic)
+        exchanged: Any = dict(signature=plan.signature, sources=tensors, targets=self.memory)
+        half = publish_copies(arena, plan.copies, **exchanged)
+        self.marks = pull_copies(arena, plan.copies, half=half, **exchanged)
 
     def arrive(self, number: int) -> list[Tensor]:
         """Returns a group's heads of the whole sequence, for what the stream does next."""
@@ -244,53 +246,51 @@ class IncomingHeads:
 
 
 class OutgoingRows:
-    """A rank's rows of all heads, `results`, of what is computed group by group."""
+    """A rank's rows of all heads, `results`, of what is computed group by group. Those that arrive
+    are placed beside the next group's attention, as its last programs leave SMs idle.
+    """
 
     def __init__(self, incoming: IncomingHeads, results: Sequence[Tensor], *, title: str) -> None:
         self.arena, self.plan, self.results = incoming.arena, incoming.plan, results
         self.signature = f"{title} {incoming.plan.signature}"
         self.marks = incoming.marks
-        self.unplaced: tuple[CopyList, Tensor] | None = None  # pieces that are not placed yet
+        self.memory = results[0].new_empty(0)  # that pieces arrive in, kept until they are placed
 
     def send(self, number: int, tensors: Sequence[Tensor]) -> None:
         """Sends the heads of a group to the ranks that have their rows."""
-        arena, result = self.arena, self.results[0]
-        copies = self.plan.to_rows(number, self.results)
-        self._arrive()  # before the barrier, which says that all have read what they were to
+        arena, results = self.arena, self.results
+        copies = self.plan.to_rows(number, results)
+        self.finish()  # before the barrier, which says that all have read what they were to
         sources = [x.contiguous() for x in tensors]
-        publish_copies(
-            arena, copies, signature=self.signature, sources=sources, targets=self.results
-        )
-        memory = result.new_empty(copies.placed_nbytes, dtype=torch.uint8)
-        self.marks = arena.pull(copies.pieces, [memory], traffic=copies.traffic)
-        self._place()  # of the group before
-        self.unplaced = copies, memory
+        publish_copies(arena, copies, signature=self.signature, sources=sources, targets=results)
+        self.memory = results[0].new_empty(copies.placed_nbytes, dtype=torch.uint8)
+        arena.pull(copies.pieces, [self.memory], traffic=copies.traffic)
+        with arena.copying():
+            arena.copy(copies.placed, [self.memory], targets=results)
+            self.marks = [arena.mark()]
 
     def finish(self) -> None:
-        """Places all rows, for what the stream does next."""
-        self._arrive()
-        self._place()
-
-    def _arrive(self) -> None:
+        """Waits until all rows are placed, for what the stream does next."""
         for mark in self.marks:
             self.arena.arrive(mark)
 
-    def _place(self) -> None:
-        if self.unplaced is not None:
-            copies, memory = self.unplaced
-            self.arena.copy(copies.placed, [memory], targets=self.results)
-
 
 def groups_of(spec: ShardCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[range, ...]:
-    """Returns the groups of key heads: two halves, where each has work for all of a GPU."""
+    """Returns the groups of key heads: two halves, where each has work for all of a GPU. If query
+    heads share no keys, exchanges are long beside kernels, and the first and the last group small.
+    """
     nheads_k = k.shape[2] // spec.layout.ranks
     rows = q.shape[0] * spec.layout.seqlen * (q.shape[2] // k.shape[2])  # of a key head
     least = -(-LEAST_ROWS // max(rows, 1))
-    half = nheads_k // 2
+    half, first = nheads_k // 2, nheads_k // 4
     # A group's heads lie in the memory of all: TMA wants them at multiples of 16 bytes
     if half < least or not are_aligned(q, k, v):
         return (range(nheads_k),)
-    return range(half), range(half, nheads_k)
+    ends = [0, half, nheads_k]
+    last = -(-LEAST_OUTER_ROWS // max(rows, 1))
+    if k.shape[2] == q.shape[2] and first >= last:
+        ends = [0, first, nheads_k - last, nheads_k]
+    return tuple(itertools.starmap(range, itertools.pairwise(ends)))
 
 
 def query_heads(spec: ShardCall, q: Tensor, k: Tensor, *, group: range) -> slice:

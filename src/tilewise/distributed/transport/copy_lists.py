@@ -78,11 +78,8 @@ def in_turns(rows: Sequence[list[Rows]], *, is_split: bool) -> dict[str, Any]:
     """
     early = rows[:1] if is_split else rows
     chain = itertools.chain.from_iterable
-    return dict(
-        rows=Table(chain(early)),
-        later=Table(chain(rows[len(early) :])),
-        is_split=is_split and len(rows) > 1,
-    )
+    later = Table(chain(rows[len(early) :]))
+    return dict(rows=Table(chain(early)), later=later, is_split=is_split and len(rows) > 1)
 
 
 @functools.lru_cache(maxsize=256)
@@ -195,6 +192,7 @@ def rows_to_heads(
     starts = [_starts([half.nbytes] * ranks, owner) for owner, half in enumerate(halves)]
     rows, pieces, traffic = [], [], []
     for group in groups:
+        copies: list[Rows] = []
 
         def wanted(owner: int, readers: Sequence[int], group: range = group) -> Iterator[Bytes]:
             for kind, reader in itertools.product(range(len(kinds)), readers):
@@ -214,11 +212,11 @@ def rows_to_heads(
                 heads = source.moved(head=rank * kinds[kind].heads + whole.first(kind, group))
                 if rank != me:
                     half = halves[me].joint_place(kind, group, before=starts[me][rank])
-                    rows.append(copied(heads, half.moved(row=b), tokens=layout.tokens))
+                    copies.append(copied(heads, half.moved(row=b), tokens=layout.tokens))
                     continue
                 local = target._replace(tensor=1 + kind)
                 for row, start, stop in layout.placed:
-                    rows.append(copied(heads.moved(row), local.moved(start), tokens=stop - start))
+                    copies.append(copied(heads.moved(row), local.moved(start), tokens=stop - start))
             for rank, row, start, stop in pulls_in_turn(layout, [(0, layout.seqlen)]):
                 if rank != me:
                     half = halves[rank].joint_place(kind, group, before=starts[rank][me])
@@ -226,8 +224,10 @@ def rows_to_heads(
                     parts = width if by_head else 1
                     of_group += _pieces(rank, half, target=place, tokens=stop - start, heads=parts)
         pieces.append(tuple(of_group))
+        rows.append(copies)
     nbytes = (ranks - 1) * max(x.nbytes for x in halves)
-    return CopyList(nbytes, Table(rows), pieces=tuple(pieces), traffic=tuple(traffic))
+    turns = in_turns(rows, is_split=nodes is None)
+    return CopyList(nbytes, pieces=tuple(pieces), traffic=tuple(traffic), early=1, **turns)
 
 
 @functools.lru_cache(maxsize=256)
