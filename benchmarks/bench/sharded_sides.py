@@ -2,6 +2,7 @@
 
 - tilewise:heads, tilewise:stream, tilewise:ring: `tilewise.distributed`.
 - tilewise:nodes: its stream, each GPU as a node of its own, which shares no memory with others.
+- tilewise:pairs: the same with two GPUs in each node.
 - ring-flash-attn: that package's own files, as `ring_flash_attn` says.
 - torch-cp: torch's context_parallel with cuDNN, keys and values repeated for all query heads.
 """
@@ -22,16 +23,18 @@ from .peers import Absent
 from .sharded import Sharded, Side
 
 Tensor = torch.Tensor
-NODES = "tilewise:nodes"
-OURS = ("tilewise:heads", "tilewise:stream", "tilewise:ring", NODES)
+NODES = {"tilewise:nodes": 1, "tilewise:pairs": 2}  # ranks in a node
+OURS = ("tilewise:heads", "tilewise:stream", "tilewise:ring", *NODES)
 PEERS = (*ring_flash_attn.NAMES, "torch-cp")
 
 
 def side(name: str, of: Sharded, device: str, stack: contextlib.ExitStack) -> Side:
     """A side by name; Absent where it cannot compute this. What it must undo goes on the stack."""
-    if name == NODES:
+    if each := NODES.get(name):
+        if of.ranks % each or of.ranks == each:
+            raise Absent(f"{of.ranks} ranks are not several nodes of {each}")
         mesh = init_device_mesh(
-            device.partition(":")[0], (of.ranks, 1), mesh_dim_names=("node", "rank")
+            device.partition(":")[0], (of.ranks // each, each), mesh_dim_names=("node", "rank")
         )
         return _ours("stream", of, mesh)
     if name in OURS:

@@ -36,7 +36,7 @@ def _peers() -> tuple[str, ...]:
 @click.option("--dtype", type=click.Choice(list(DTYPES)), help="[default: bf16; on a CPU fp32]")
 @click.option(
     "--methods",
-    type=NameList(lambda: ("heads", "stream", "ring", "nodes"), may_be_empty=False),
+    type=NameList(lambda: ("heads", "stream", "ring", "nodes", "pairs"), may_be_empty=False),
     default="heads,stream",
     show_default=True,
 )
@@ -61,7 +61,8 @@ def distributed(
     checked against fp64 first; "same bits" names results bitwise equal to one process's.
 
     The method "nodes" is stream with each rank as a node of its own, between which keys travel by
-    NCCL or gloo; its ideal is no shorter than such a transfer takes alone.
+    NCCL or gloo; "pairs" has two ranks in a node. Their ideal is no shorter than such a transfer
+    takes alone.
 
     --cache decodes one query over a KV cache on all ranks (`CacheShards`), beside the whole cache
     on each: on GPUs in CUDA graphs.

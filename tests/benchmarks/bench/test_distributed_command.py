@@ -35,7 +35,7 @@ def test_rows_of_two_processes(tmp_path):
     path = tmp_path / "rows.jsonl"
     done = invoke(
         *("--rounds", "2", "--round-ms", "1", "--tokens", "48", "--save", str(path), "--json"),
-        *("--methods", "heads,stream,ring,nodes"),
+        *("--methods", "heads,stream,ring,nodes,pairs"),
     )
     assert done.exit_code == 0, done.output
     rows = load(path)
@@ -66,6 +66,20 @@ def test_rows_of_two_processes(tmp_path):
     assert "out" in stream.extra["equal_to_one"] and "out" in nodes.extra["equal_to_one"]
     assert nodes.extra["received_bytes"] == stream.extra["pulled_bytes"]
     assert "torch-cp         not here: cuDNN is on GPUs" in done.stderr
+    assert "tilewise:pairs   not here: 2 ranks are not several nodes of 2" in done.stderr
+
+
+@pytest.mark.slow
+def test_rows_of_two_nodes_with_two_processes(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    done = invoke(
+        *("--ranks", "4", "--rounds", "2", "--round-ms", "1", "--tokens", "48", "--pass", "fwd"),
+        *("--methods", "stream,nodes,pairs", "--against", "", "--save", str(path)),
+    )
+    assert done.exit_code == 0, done.output
+    stream, nodes, pairs = (x.extra for x in load(path)[1:])
+    assert stream["equal_to_one"] == nodes["equal_to_one"] == pairs["equal_to_one"] == ["out"]
+    assert 0 < pairs["received_bytes"] < nodes["received_bytes"] == nodes["pulled_bytes"]
 
 
 @pytest.mark.slow
