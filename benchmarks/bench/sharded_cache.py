@@ -4,6 +4,7 @@ is held to fp64 first. On GPUs a call is a CUDA graph.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ import tilewise
 import tilewise.distributed as td
 from tilewise import attention_reference
 from tilewise.testing import tolerance
+from tilewise.tile.split_kv import default_split_size
 
 from .check import Verdict
 from .ranks import Tell
@@ -24,6 +26,7 @@ from .timer import ratio
 
 Tensor = torch.Tensor
 SHARDS = "tilewise:cache-shards"
+PIECES = "tilewise:cache-shards:pieces"  # with the bits of one process
 PAGE, PIECE = 16, 1024  # keys
 
 
@@ -92,11 +95,13 @@ def calls_of(of: ShardedCache, device: str) -> dict[str, Callable[[], Tensor]]:
         (k, v), table = pages[0], tables[0]
         return tilewise.attention(q, k, v, seqused_k=used, page_table=table, causal=True)
 
-    def sharded() -> Any:
+    def sharded(split_size: int | None = None) -> Any:
         (k, v), table = pages[1], tables[1]
-        return shards.attention(q, k, v, seqused_k=used, page_table=table, causal=True)
+        options: Any = dict(seqused_k=used, page_table=table, split_size=split_size)
+        return shards.attention(q, k, v, causal=True, **options)
 
-    calls = {ONE: one, SHARDS: sharded}
+    in_pieces = functools.partial(sharded, default_split_size(of.nheads // of.nheads_k))
+    calls = {ONE: one, SHARDS: sharded, PIECES: in_pieces}
     return {name: captured(x) for name, x in calls.items()} if device == "cuda" else calls
 
 

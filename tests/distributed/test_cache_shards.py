@@ -11,6 +11,7 @@ from helpers.processes import run
 
 import tilewise
 import tilewise.distributed as td
+from tilewise.testing import use_emulator, use_interpreter
 from tilewise.testing.tolerance import assert_within
 
 if not dist.is_available() or not dist.is_gloo_available():
@@ -183,6 +184,49 @@ def cached_in_eight_bits(rank):
             options = dict(where, seqused_k=s.lengths, causal=True, split_size=PIECE)
             outs.append(cache.attention(q, k_cache, v_cache, **options))
         assert torch.equal(*outs)
+
+
+STATES = {
+    "one query": dict(causal=True),
+    "several queries": dict(queries=3, causal=True),
+    "a window and sinks": dict(queries=3, window=(150, 0), sinks=True),
+    "a group of 16 heads": dict(queries=2, causal=True, heads=(16, 1)),
+    "headdim 256": dict(queries=5, causal=True, headdims=(256, 192)),
+}
+
+
+def by_gpu_kernels(rank, backend, names, sizes=(64, 128)):
+    """GPUs' kernels on CPU tensors: ranks' states, folded, have the bits of one rank's call."""
+    for name in names:
+        asked = dict(STATES[name])
+        queries = asked.pop("queries", 1)
+        heads, headdims = asked.pop("heads", (4, 2)), asked.pop("headdims", (128, 128))
+        s = sequences([queries] * 3, [523, 7, 300], heads, headdims, torch.bfloat16)
+        if asked.get("sinks"):
+            asked["sinks"] = torch.linspace(-1, 2, heads[0]).bfloat16()
+        q, shards, alone = torch.stack(s.q), td.CacheShards(128), td.CacheShards(128, 1)
+        call = dict(asked, seqused_k=s.lengths, return_lse=True, backend=backend)
+        for size in sizes:
+            outs = []
+            for cache in (alone, shards):
+                *pages, table = filled(cache, s)
+                with use_interpreter() if backend == "portable" else use_emulator(rank):
+                    outs.append(
+                        cache.attention(q, *pages, page_table=table, split_size=size, **call)
+                    )
+            for x, y in zip(*outs):
+                assert torch.equal(x, y), f"{name}: other bits with pieces of {size}"
+
+
+@pytest.mark.parametrize("backend", ["hopper", "portable"])
+def test_kernels_of_gpus(backend):
+    run(by_gpu_kernels, 2, backend, ("several queries", "a window and sinks"), (64,))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["hopper", "portable"])
+def test_kernels_of_gpus_in_every_case(backend):
+    run(by_gpu_kernels, 3, backend, tuple(STATES))
 
 
 @pytest.mark.slow

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.cache_shards import CASES, filled, made
-from helpers.caches import contiguous
-from helpers.gpu_ranks import RANKS, run
+from helpers.caches import contiguous, sequences
+from helpers.gpu_ranks import run
 from helpers.waits import SHORT
 
 import tilewise
@@ -63,14 +63,61 @@ def test_every_case():
     run(decode, tuple(CASES))
 
 
-def pieces(rank):
-    """Asks for pieces."""
-    s, q, _, piece = made("one query", "cuda")
-    shards = td.CacheShards(piece)
-    k_cache, v_cache, table = filled(shards, s)
-    where = dict(seqused_k=s.lengths.cuda(), page_table=table)
-    with pytest.raises(NotImplementedError, match="leave split_size out"):
-        shards.attention(q, k_cache, v_cache, split_size=piece, **where)
+PIECES = {
+    "one query": dict(causal=True),
+    "several": dict(causal=True, queries=4, sinks=True),
+    "a window": dict(window=(3000, 0), queries=3),
+    "a chunk": dict(causal=True, queries=200, heads=(8, 2)),
+    "headdim 64": dict(causal=True, queries=2, headdims=(64, 64), softcap=20.0),
+    "headdim 256": dict(causal=True, queries=2, headdims=(256, 256)),
+    "fp16": dict(causal=True, dtype=torch.float16),
+    "int8": dict(causal=True, queries=2, dtype=torch.int8),
+    "fp32": dict(causal=True, queries=2, dtype=torch.float32),
+    "one piece of many": dict(causal=True, size=64),
+}
+
+
+def pieces(rank, names, device="cuda", lengths=(33333, 5, 0, 9000), piece=1024):
+    """With pieces asked for, the bits are those of one GPU's call, and of a graph's."""
+    faults = []
+    for name in names:
+        asked = dict(PIECES[name])
+        heads, headdims = asked.pop("heads", (32, 8)), asked.pop("headdims", (128, 128))
+        queries, dtype = asked.pop("queries", 1), asked.pop("dtype", torch.bfloat16)
+        size = asked.pop("size", 512)
+        if asked.get("sinks"):
+            asked["sinks"] = torch.linspace(-2, 2, heads[0], device=device)
+        kept = dtype if dtype.is_floating_point else torch.bfloat16
+        s = sequences([queries] * len(lengths), lengths, heads, headdims, kept)
+        s = s._make([x.to(device) for x in part] for part in s)
+        q, used = torch.stack(s.q), s.lengths.to(device)
+        shards, alone = td.CacheShards(piece), td.CacheShards(piece, 1)
+        *mine, table = filled(shards, s)
+        *whole, all_pages = filled(alone, s)
+        if dtype == torch.int8:
+            mine, whole = ([(30 * x).nan_to_num().to(dtype) for x in y] for y in (mine, whole))
+            scales = torch.tensor([0.03, 0.02, 0.01, 0.04] * 2, device=device)
+            asked |= dict(k_descale=scales, v_descale=scales.flip(0))
+        call = dict(asked, seqused_k=used, return_lse=True)
+
+        def attend(call=call, table=table, mine=mine, q=q, shards=shards, size=size):
+            return shards.attention(q, *mine, page_table=table, split_size=size, **call)
+
+        outs = attend()
+        expected = tilewise.attention(q, *whole, page_table=all_pages, split_size=size, **call)
+        pairs = zip(outs, expected)
+        faults += [
+            f"{name}: {i} has other bits" for i, x in enumerate(pairs) if not torch.equal(*x)
+        ]
+        if size == 512 and heads[0] == 4 * heads[1]:
+            with tilewise.batch_invariant():
+                if not torch.equal(
+                    shards.attention(q, *mine, page_table=table, **call)[0], outs[0]
+                ):
+                    faults.append(f"{name}: batch_invariant has other bits")
+        if device == "cuda" and not replays_equal(attend, outs):
+            faults.append(f"{name}: a replay has other bits")
+    assert not faults, "\n".join(faults)
 
 
 def differing(rank, device="cuda"):
@@ -96,6 +143,5 @@ def test_ranks_that_disagree():
     run(differing, timeout=10 * SHORT)
 
 
-def test_pieces_are_refused():
-    assert RANKS >= 2
-    run(pieces)
+def test_pieces_have_the_bits_of_one_gpu():
+    run(pieces, tuple(PIECES))

@@ -1,8 +1,12 @@
 """Sequences whose keys lie on several ranks, in pages of any order, and calls over them."""
 
+import contextlib
 import itertools
+import unittest.mock
 
 import torch
+
+import tilewise.distributed as td
 
 from .caches import INT32, contiguous, sequences
 
@@ -38,9 +42,13 @@ def made(name, device="cpu"):
 
 def shuffled(shards, lengths, seed):
     """A table of pages in any order for a rank's keys, and how many there are; NaN else."""
-    counts = [-(-int(n) // PAGE) for n in shards.lengths(lengths)]
+    by_rank = [
+        [-(-int(n) // PAGE) for n in shards.lengths(lengths, r)] for r in range(shards.ranks)
+    ]
+    counts = by_rank[shards.rank]
     order = torch.randperm(sum(counts) + 2, generator=torch.Generator().manual_seed(seed)).tolist()
-    table = torch.full((len(counts), max(counts, default=0) + 1), -1, dtype=INT32)
+    widest = max(itertools.chain(*by_rank), default=0)  # ranks' tables are as wide
+    table = torch.full((len(counts), widest + 1), -1, dtype=INT32)
     for b, n in enumerate(counts):
         for i in range(n):
             table[b, i] = order.pop()
@@ -65,3 +73,32 @@ def filled(shards, s, chunks=3):
     last = [x.gather(1, place.expand(-1, 1, *x.shape[2:])) for x in (k, v)]
     shards.append(k_cache, v_cache, *last, seqused_k=lengths, page_table=table)
     return k_cache, v_cache, table
+
+
+class Apart(td.CacheShards):
+    """One rank's shards in a process of no group: what it sends, and what it makes of all."""
+
+    def __init__(self, piece, ranks, rank):
+        super().__init__(piece, 1)
+        self.ranks, self.rank, self.is_planned = ranks, rank, False
+        self.agreement = unittest.mock.MagicMock()
+        self.sent, self.received = None, None
+
+    def _gather(self, sent):
+        self.sent = sent
+        if self.received is None:
+            raise EOFError
+        return self.received
+
+
+def attend_apart(attend, s, piece, ranks):
+    """`attend(shards, k_cache, v_cache, page_table)` of each rank in turn, and what the first makes
+    of what all have sent.
+    """
+    shards = [Apart(piece, ranks, rank) for rank in range(ranks)]
+    caches = [filled(x, s) for x in shards]
+    for x, (k, v, table) in zip(shards, caches):
+        with contextlib.suppress(EOFError):
+            attend(x, k, v, table)
+    shards[0].received = torch.stack([x.sent for x in shards])
+    return attend(shards[0], *caches[0])

@@ -6,10 +6,12 @@ import itertools
 
 import pytest
 import torch
+from helpers.cache_shards import attend_apart, filled
 from helpers.caches import contiguous, paged, sequences
 from helpers.eight_bits import DTYPES, quantised
 
 import tilewise
+import tilewise.distributed as td
 from ptx import executing
 from tilewise.kernels.hopper.decode import launch
 from tilewise.testing import use_emulator
@@ -96,6 +98,26 @@ def test_folds(most, ahead, seed, monkeypatch):
     monkeypatch.setattr(factors, "STATES_AHEAD", tl.constexpr(ahead))
     found = run(monkeypatch, q, cache, seed, causal=True)
     assert_right(q, cache_of(s, None), found, causal=True)
+
+
+@pytest.mark.parametrize(
+    "queries, size, kept", [(1, 128, BF16), (3, 64, BF16), (1, 64, torch.int8)]
+)
+def test_states_of_ranks(queries, size, kept, monkeypatch):
+    """Written by each of two ranks and folded by Triton's kernel, they have the bits of one."""
+
+    def attend(shards, k, v, table):
+        options = dict(seqused_k=s.lengths, page_table=table, split_size=size, causal=True)
+        options |= dict(return_lse=True, backend="hopper", sinks=torch.tensor([1.0, 0, -1, 2]))
+        if kept == torch.int8:
+            options |= dict(k_descale=torch.tensor([0.03, 0.02]), v_descale=torch.tensor(0.03))
+            k, v = ((30 * x).nan_to_num().clamp(-127, 127).to(kept) for x in (k, v))
+        with executing(monkeypatch), use_emulator():
+            return shards.attention(q, k, v, **options)
+
+    s = sequences([queries] * 3, [523, 7, 300], (4, 2), (128, 128), BF16)
+    q, alone = torch.stack(s.q), td.CacheShards(128, 1)
+    assert_equal(attend_apart(attend, s, piece=128, ranks=2), attend(alone, *filled(alone, s)))
 
 
 EIGHT_BITS = list(itertools.product(DTYPES, ("tensor", "row"), (None, 16, 3), (64, 128)))

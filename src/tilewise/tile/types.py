@@ -163,9 +163,7 @@ class Features(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """The tile shape: rows of queries, rows of keys, head dims padded to powers of two; and how
-    tiles are read.
-    """
+    """A tile's rows of queries and of keys, its padded head dims, and how tiles are read."""
 
     BLOCK_M: int
     BLOCK_N: int
@@ -224,6 +222,7 @@ class SplitPipeline(NamedTuple):
     BLOCK_M: int = 64  # rows of tiles in registers and shared memory, of which ROWS may be queries
     SWAPPED: bool = False  # whether keys are the rows of wgmma, and the tile's rows its columns
     PROGRAMS: int = 1  # on an SM at a time
+    STATES: bool = False  # whether states of pieces are the result, and no program folds them
 
 
 class KeyPipeline(NamedTuple):

@@ -87,10 +87,11 @@ def test_rows_of_a_cache(tmp_path):
     path = tmp_path / "rows.jsonl"
     done = invoke("--cache", "4096", "--rounds", "2", "--round-ms", "1", "--save", str(path))
     assert done.exit_code == 0, done.output
-    one, shards = load(path)
+    one, shards, pieces = load(path)
     assert (one.provider, shards.provider) == ("one process", "tilewise:cache-shards")
     assert shards.shape["keys"] == 4096 and shards.shape["direction"] == "decode"
     assert 0 < shards.extra["of_one"] and shards.max_error <= shards.bound
+    assert pieces.provider.endswith(":pieces") and 0 < pieces.extra["of_one"]
     assert "of one process" in done.output
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from torch import Tensor, int32
+from torch import Tensor, float32, int32, promote_types
 
 from ...errors import ArgumentError, a_type
 from ..transport.arena import Reporting, host_of
@@ -29,6 +31,16 @@ def check_pages(
             raise ArgumentError(f"{name} has shape {tuple(x.shape)}: it must be {shape}")
     if seqused_k.device.type == "cpu" and (seqused_k < 0).any():
         raise ArgumentError(f"seqused_k={seqused_k.tolist()}: lengths must be at least 0")
+
+
+@contextlib.contextmanager
+def answering(gather: Callable[[Tensor], Tensor], q: Tensor, shape: Sequence[int]) -> Iterator[Any]:
+    """Sends NaN where this rank fails, else others would take part in the next call's exchange."""
+    try:
+        yield
+    except Exception:
+        gather(q.new_full(shape, math.nan, dtype=promote_types(q.dtype, float32)))
+        raise
 
 
 class Agreement:

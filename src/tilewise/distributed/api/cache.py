@@ -5,7 +5,6 @@ appends them, and attention that reads each rank's keys and exchanges results on
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -29,7 +28,7 @@ from ...problem import OPEN, Extras
 from ...tile.rotary import Rotary
 from ..layouts.group import checked
 from ..layouts.work import Band, band_of
-from .agreement import Agreement, check_pages
+from .agreement import Agreement, answering, check_pages
 
 Tensor = torch.Tensor
 # Arguments of `tilewise.attention` for which it does not matter where a key is
@@ -155,7 +154,7 @@ class CacheShards:
 
         Raises:
             ArgumentError: an argument is wrong.
-            NotImplementedError: an argument is not supported here, or asks for pieces on a GPU.
+            NotImplementedError: an argument is not supported here.
         """
         with contextlib.nullcontext() if self.agreement is None else self.agreement.reporting():
             check_pages(k_cache, seqused_k, page_table=page_table, piece=self.piece, batch=len(q))
@@ -170,6 +169,8 @@ class CacheShards:
             size = self._split_size(q, k_cache, split_size=split_size)
             if self.agreement is not None:
                 about = f"window={tuple(band)}, split_size={size}, pieces of {self.piece}"
+                if size and not q.is_cpu:
+                    about += f", {page_table.shape[1]} pages in the page table"
                 self.agreement.check(q, dict(seqused_k=seqused_k, sinks=sinks), about)
         if self.ranks == 1:
             options |= dict(seqused_k=seqused_k, page_table=page_table, split_size=split_size)
@@ -180,9 +181,7 @@ class CacheShards:
         mask = self._mask(queries, seqused_k, lengths=lengths, band=band)
         options |= dict(seqused_k=lengths, page_table=page_table, mask_mod=mask)
         if size and q.numel():
-            longest = max([1, *seqused_k.tolist()])
-            keys = -(-longest // (self.piece * self.ranks)) * self.piece
-            out, lse = self._fold(q, k_cache, v_cache, keys=keys, size=size, options=options)
+            out, lse = self._fold(q, k_cache, v_cache, used=seqused_k, size=size, options=options)
         else:
             if band.left != OPEN:  # of the last keys here no query sees more
                 rounds = (queries + band.left) // (self.piece * self.ranks) + 1
@@ -244,14 +243,8 @@ class CacheShards:
         """Exchanges `out` and `lse` of each rank's keys, and merges them in the order of ranks."""
         if self.rank:
             options["sinks"] = None  # they count once
-        try:
+        with answering(self._gather, q, (*q.shape[:3], v_cache.shape[3] + 1)):
             out, lse = attention(q, k_cache, v_cache, return_lse=True, **options)
-        except Exception:
-            # To others NaN; else they would take part in the exchange of the next call
-            dtype = torch.promote_types(q.dtype, torch.float32)
-            shape = *q.shape[:3], v_cache.shape[3] + 1
-            self._gather(q.new_full(shape, math.nan, dtype=dtype))
-            raise
         sent = torch.cat((out.to(lse.dtype), lse.transpose(1, 2).unsqueeze(-1)), -1)
         outs, lses = self._gather(sent).split((out.shape[-1], 1), -1)
         weights = lses.softmax(0).nan_to_num(0)  # NaN in rows without keys
@@ -264,32 +257,38 @@ class CacheShards:
         k_cache: Tensor,
         v_cache: Tensor,
         *,
-        keys: int,
+        used: Tensor,
         size: int,
         options: dict[str, Any],
     ) -> tuple[Tensor, Tensor]:
-        """Exchanges the states of all spans of up to so many keys of a rank, and folds them."""
+        """Exchanges the states of all pieces, and folds them in their order."""
         extras = Extras(sinks=options.get("sinks"), seqused_k=options["seqused_k"])
         numbers = Numbers(options.get("scale"), options.get("softcap"))
-        cached = Cached(q, k_cache, v_cache, options["page_table"], extras=extras)
+        table = options["page_table"]
+        agreement: Any = self.agreement
+        cached = Cached(q, k_cache, v_cache, table, extras=extras)
         descales = {name: options.get(name) for name in ("k_descale", "v_descale")}
         cached = cached._replace(backend=options.get("backend"), **descales)
-        agreement: Any = self.agreement
-        with agreement.reporting():
+        keys, turn = max(1, table.shape[1] * k_cache.shape[1]), self.piece // size
+        if q.is_cpu:  # a GPU's lengths the host would have to wait for
+            keys = -(-max([1, *used.tolist()]) // self.ranks)
+        turns = -(-keys // self.piece)
+        count = turns * turn * q.shape[:3].numel() * (v_cache.shape[3] + 2)
+        with agreement.reporting() if q.is_cpu else answering(self._gather, q, (count,)):
             cached = check_cached(cached, numbers, split_size=size, mask_mod=options["mask_mod"])
-            if choose_cached(cached) is not cpu_cache:
-                raise NotImplementedError(
-                    "split_size (or batch_invariant) with cache shards on a GPU: its kernels fold "
-                    "the pieces of a tile themselves, and write no states for others; leave "
-                    "split_size out, so that results of ranks are merged, with the same bits in "
-                    "every run"
-                )
-            states = cache_states.write_states(cached, keys)
-            agreement.meet()
+            backend = choose_cached(cached)
+            if backend is cpu_cache:
+                states = cache_states.write_states(cached, turns * self.piece)
+            else:
+                states = backend.write_states(cached, turns * turn)
+            if q.is_cpu:
+                agreement.meet()
         states = self._gather(states)
-        # By rank, then by its pieces: piece i of all ranks comes before piece i + 1
-        pieces = states.unflatten(1, (-1, cache_states.states_in(self.piece, size)))
-        return cache_states.fold_states(cached, pieces.transpose(0, 1).flatten(0, 2))
+        if backend is cpu_cache:
+            return cache_states.fold_states(cached, states, turn)
+        from ...kernels.portable.piece_states import fold_states  # imports Triton
+
+        return fold_states(cached, states, used=used, turn=turn)
 
     def _gather(self, sent: Tensor) -> Tensor:
         """What each rank sends, (ranks, ...)."""

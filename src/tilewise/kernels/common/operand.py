@@ -49,11 +49,11 @@ class Encoded(Gap):
 class Within(Encoded):
     """The tensor that begins some elements of 4 bytes into another."""
 
-    __slots__ = ("start",)
+    __slots__ = ("dtype", "start")
 
-    def __init__(self, name: str, base: str, start: int) -> None:
+    def __init__(self, name: str, base: str, start: int, dtype: torch.dtype = torch.int32) -> None:
         super().__init__(name, base, functools.partial(operator.add, 4 * start))
-        self.start = start
+        self.start, self.dtype = start, dtype
 
     @property
     def in_map(self) -> Callable[[int], int]:

@@ -333,7 +333,7 @@ def fake_args(launch: Launch) -> list[Any]:
 def fake_tensor(operand: Operand | Provided | Within) -> Tensor:
     """An empty tensor of the dtype and alignment of an operand."""
     if isinstance(operand, Within):
-        return torch.empty(operand.start + 64, dtype=torch.int32)
+        return torch.empty(operand.start + 64, dtype=operand.dtype)
     if isinstance(operand, Provided):
         return operand.get(torch.device("cpu"), None, 0)
     memory = torch.empty(64, dtype=operand.dtype)

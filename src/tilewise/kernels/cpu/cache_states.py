@@ -47,15 +47,18 @@ def write_states(cached: Cached, keys: int) -> Tensor:
     return states
 
 
-def fold_states(cached: Cached, states: Tensor) -> tuple[Tensor, Tensor]:
-    """`out` and `lse` of the states of all spans of the sequences, in their order."""
-    x = states.flatten(1, 2)
+def fold_states(cached: Cached, states: Tensor, turn: int) -> tuple[Tensor, Tensor]:
+    """`out` and `lse` of the states of all ranks, (ranks, ...), of which each has `turn` pieces of
+    a sequence, and then the next rank; in their order.
+    """
+    spans = states_in(turn * cached.split_size, cached.split_size)
+    x = states.unflatten(1, (-1, spans)).transpose(0, 1).flatten(0, 2).flatten(1, 2)
     parts = (part.contiguous() for part in x.split((x.shape[-1] - 2, 1, 1), -1))
     state, sinks = fold_spans(SplitState._make(parts)), cached.extras.sinks
     if sinks is not None:
         scores = sinks.to(states.dtype).view(1, -1, 1).repeat(len(state.m_i), 1, 1)
         state = fold(state, key_without_value(scores, like=state.acc_o))
-    out, lse = (part.unflatten(0, states.shape[1:3]) for part in finish(state))
+    out, lse = (part.unflatten(0, states.shape[2:4]) for part in finish(state))
     scale = cached.v_descale
     if scale is not None and not by_row(scale):
         for row, of_row in enumerate(out):

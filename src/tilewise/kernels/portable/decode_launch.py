@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +10,9 @@ import triton
 
 from ...problem import Problem
 from ...tile.paging import batch_of, capacity
+from ...tile.split_kv import SplitState
 from ...tile.types import Sizes, Strided, Tile
+from ..common import piece_states
 from ..common.arguments import features_of, numbers_of, optionals_of, scales_of, strided_of
 from ..common.building import num_sms
 from ..common.cached import Cached
@@ -24,6 +27,7 @@ WARPS, STAGES = 4, 3
 PROGRAMS = 2  # that an SM has room for at a time
 INTERPRETED_SMS = 128  # of the GPU that calls on CPU tensors are planned for
 LEAD = 8192  # keys that one program walks at most, where others could share its pieces
+RANKS_COLUMNS = 8  # of the output that a program of the fold of all ranks' states has
 ROOM = 24 * 1024  # elements of queries and outputs that a program keeps in registers
 ROOM_BESIDE = 8 * 1024  # the same where a second state and addresses of keys have room there, too
 
@@ -122,23 +126,29 @@ def launches_of(
     workspace: int = WORKSPACE,
     *,
     sms: int | None = None,
+    states: SplitState | None = None,
+    room: int | None = None,
 ) -> list[Launch]:
     """One launch or two, by how many pieces there may be and whether their states have room, for a
-    GPU of so many SMs; by default the tensors'.
+    GPU of so many SMs; by default the tensors'. With `states`, which lie there, two; `room` is of
+    a sequence's keys, if these lie on several ranks.
     """
     if sms is None:
         sms = num_sms(cached.q.device) if cached.q.is_cuda else INTERPRETED_SMS
     cached = readable(cached)
     q, k, extras = cached.q, cached.k, cached.extras
     batch, fit = batch_of(q, extras.cu_seqlens_q), capacity(k, cached.page_table)
-    if k.shape[0] == 0:
-        fit = 0
+    if room is not None or k.shape[0] == 0:
+        fit = room or 0
     is_packed = extras.cu_seqlens_q is not None
     rows = q.shape[-3]
     sizes = Sizes(batch if is_packed else 0, problem.nheads_k, rows, fit)
     numbers = numbers_of(cached.scalars, rows, fit)
     # How many queries each packed sequence has, only the device knows
     choice = choice_of(problem, triton.cdiv(rows, max(batch, 1)) if is_packed else rows)
+    if states is not None:  # of more pieces than else: more programs, and more states in flight
+        at_once = max(1, min(32, 2**12 // (choice.tile.BLOCK_M * RANKS_COLUMNS)))
+        choice = choice._replace(columns=RANKS_COLUMNS, at_once=at_once)
     of_tile, of_block = (n // problem.group for n in (choice.tile.BLOCK_M, choice.rows))
     of_block *= choice.row_tiles
     tiles, blocks = (
@@ -154,9 +164,11 @@ def launches_of(
         lead = lead_of(filled, pieces, cached.piece_size, sms)
     all_rows = q.shape[:-2].numel() * problem.nheads
     need = pieces * all_rows * (problem.headdim_v + 2) * 4
-    in_one = pieces <= lead or need > workspace
+    in_one = states is None and (pieces <= lead or need > workspace)
     partials = Partials(None, None, None, 0, blocks, None)
-    if not in_one:
+    if states is not None:
+        lead, partials = 1, Partials._make((*states, all_rows, blocks, None, None))
+    elif not in_one:
         partials = partials_of(work, pieces, all_rows, problem.headdim_v)
         partials = partials._replace(blocks=blocks, lead=lead if lead > 1 else None)
     scales = dict(k_scale=cached.k_descale, v_scale=cached.v_descale)
@@ -184,6 +196,17 @@ def launches_of(
         options = options_of(WARPS, STAGES)
         launches.append(Launch(attn_fold_kernel, programs, args, constants, options))
     return list(map(checked, launches))
+
+
+def launches_of_states(
+    cached: Cached, problem: Problem, acc_o: Any, numbers: Any, work: Any
+) -> list[Launch]:
+    """The launch that writes the states of all pieces."""
+    states = piece_states.states_at(acc_o, numbers)
+    return launches_of(cached, problem, acc_o, numbers, work, states=states)[:1]
+
+
+write_states = functools.partial(piece_states.write_states, launches_of_states)
 
 
 def most_blocks(batch: int, rows: int, tokens: int, is_packed: bool) -> int:

@@ -130,8 +130,10 @@ def attend_part(
     M: gl.constexpr = TILE.BLOCK_M
     IS_SWAPPED: gl.constexpr = TILE.SWAPPED
     O_LAYOUT: gl.constexpr = output_layout(M, DV, TILE.CACHE) if IS_SWAPPED else accumulator(DV)
-    # The first pieces of a tile are folded on the way
-    is_first = work.index == 0
+    # The first pieces of a tile are folded on the way; if states are asked for, those of no part.
+    # Without that branch Triton (3.6) does not compile the stores
+    FOLDED: gl.constexpr = -1 if TILE.STATES else 0
+    is_first = work.index == FOLDED
     k_scale = 1.0
     if call.scales.k is not None:
         k_scale = k_sequence_scale(work, call.scales)
@@ -170,8 +172,9 @@ def attend_part(
             store_rows(work, whole, output=output, call=call, FEATURES=FEATURES, TILE=TILE)
         else:
             store_partial(work, work.first, whole, output.partials, call, FEATURES, TILE)
-    if work.parts > 1:
-        end_part(work, output, counters=counters, call=call, FEATURES=FEATURES, TILE=TILE)
+    if not TILE.STATES:
+        if work.parts > 1:
+            end_part(work, output, counters=counters, call=call, FEATURES=FEATURES, TILE=TILE)
     return state
 
 

@@ -21,6 +21,7 @@ from ...common.arguments import features_of, numbers_of, optionals_of, scales_of
 from ...common.building import num_sms
 from ...common.cached import Cached
 from ...common.operand import Within
+from ...common.piece_states import states_at
 from ...common.program import checked
 from ...common.workspace import Workspace
 from .. import descriptors
@@ -102,15 +103,17 @@ def launch_of(
     *,
     most: int | None = None,
     chunk: int = 0,
+    states: SplitState | None = None,
 ) -> Launch:
     """The launch for any lengths, of operands, for `most` SMs; by default all. With `chunk`,
-    sequences of so many queries are computed by another launch.
+    sequences of so many queries are computed by another launch. With `states` those of pieces are
+    written there, by piece and row, and nothing else.
     """
     q, k, extras = cached.q, cached.k, cached.extras
     batch, room = batch_of(q, extras.cu_seqlens_q), capacity(k, cached.page_table)
     if most is None:
         most = num_sms(q.device) if q.is_cuda else 4
-    tile = tile_for(problem, cached, batch, most, chunk)
+    tile = tile_for(problem, cached, batch, most, chunk)._replace(STATES=states is not None)
     is_packed = extras.cu_seqlens_q is not None
     rows, queries = q.shape[-3], q.shape[:-2].numel()
     numbers = numbers_of(cached.scalars, rows, room)
@@ -120,8 +123,8 @@ def launch_of(
     pieces = triton.cdiv(room, cached.piece_size)
     # Partial states of all pieces, or as many as there is memory for
     query_bytes = 4 * (problem.headdim_v + 2) * problem.nheads
-    states = min(queries * pieces if pieces > 1 else 0, WORKSPACE // query_bytes, 2**25 - 1)
-    partials = partials_of(work, max(states, 1) * problem.nheads, problem.headdim_v)
+    held = min(queries * pieces if pieces > 1 else 0, WORKSPACE // query_bytes, 2**25 - 1)
+    partials = states or partials_of(work, max(held, 1) * problem.nheads, problem.headdim_v)
     packed = batch if is_packed else 0
     keys, values = described(cached, tile)
     tail = strided_of(out) if cached.clears_tail else None
@@ -132,7 +135,7 @@ def launch_of(
     args |= dict(counters=Counters(handed_out, by_tile))
     args |= dict(optionals=optionals_of(extras, problem.mods))
     args |= dict(
-        sizes=SplitSizes(packed, problem.nheads_k, rows, room, batch, cached.piece_size, states)
+        sizes=SplitSizes(packed, problem.nheads_k, rows, room, batch, cached.piece_size, held)
     )
     args |= dict(numbers=numbers)
     args["scales"] = Scales(**scales_of("k", cached.k_descale), **scales_of("v", cached.v_descale))
@@ -204,3 +207,11 @@ def launches_of(
 ) -> list[Launch]:
     """The one launch, for `most` SMs."""
     return [launch_of(cached, problem, out, lse, work, most=most)]
+
+
+def launches_of_states(
+    cached: Cached, problem: Problem, acc_o: Any, numbers: Any, work: Workspace
+) -> list[Launch]:
+    """The launch that writes the states of all pieces, and folds none."""
+    states = states_at(acc_o, numbers)
+    return [launch_of(cached, problem, acc_o, numbers, work, states=states)]

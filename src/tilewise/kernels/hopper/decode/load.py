@@ -85,20 +85,21 @@ def load_partition(sources, rings, counters, call, FEATURES: gl.constexpr, TILE:
     parts = part.stop
     # Numbers past the parts are slices of folds. All parts were handed out before them, to programs
     # that run: a slice waits for nothing that has not begun.
-    FOLDED: gl.constexpr = TILE.ROWS  # each warpgroup's are folded by themselves
+    OWN: gl.constexpr = TILE.ROWS  # each warpgroup's are folded by themselves
     hint = Hint(0, parts, rows=0, pieces=0)
     EQUALLY: gl.constexpr = TILE.WARPGROUPS > 1
-    part = find_sequence(number, hint, lane, share, call, True, EQUALLY, FEATURES, FOLDED, DV)
-    while part.is_work:
-        work = open_slice(part, share, call=call, FEATURES=FEATURES, ROWS=FOLDED, BLOCK_DV=DV)
-        await_parts(work, counters, call=call, FEATURES=FEATURES)
-        # Not before: programs that are done early would have two, and others none
-        fetched = fetch_next_tile(counters, True)
-        send(rings.messages, messages_state, fields=work)
-        messages_state = advance(messages_state, 2)
-        number = next_number(fetched, sms, FEATURES=FEATURES, TILE=TILE)
-        hint = part.hint
-        part = find_sequence(number, hint, lane, share, call, True, EQUALLY, FEATURES, FOLDED, DV)
+    if not TILE.STATES:
+        part = find_sequence(number, hint, lane, share, call, True, EQUALLY, FEATURES, OWN, DV)
+        while part.is_work:
+            work = open_slice(part, share, call=call, FEATURES=FEATURES, ROWS=OWN, BLOCK_DV=DV)
+            await_parts(work, counters, call=call, FEATURES=FEATURES)
+            # Not before: programs that are done early would have two, and others none
+            fetched = fetch_next_tile(counters, True)
+            send(rings.messages, messages_state, fields=work)
+            messages_state = advance(messages_state, 2)
+            number = next_number(fetched, sms, FEATURES=FEATURES, TILE=TILE)
+            hint = part.hint
+            part = find_sequence(number, hint, lane, share, call, True, EQUALLY, FEATURES, OWN, DV)
     end_numbers(number, part.stop, sms, counters=counters, FEATURES=FEATURES, TILE=TILE)
     send(rings.messages, messages_state, fields=no_more())
 

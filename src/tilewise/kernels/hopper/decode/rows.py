@@ -80,7 +80,7 @@ def store_partial(work, piece, state, partials, call, FEATURES: gl.constexpr, TI
     """The state of a piece, unnormalised."""
     layout: gl.constexpr = state.acc_o.type.layout
     rows = rows_at(work, gl.arange(0, TILE.BLOCK_M, row_of(layout)), FEATURES=FEATURES, TILE=TILE)
-    offset = partial_row(work, piece, rows.token, rows.head, call, FEATURES)
+    offset = partial_row(work, piece, rows.token, rows.head, call, FEATURES, TILE.STATES)
     columns = gl.arange(0, TILE.BLOCK_DV, column_of(layout))
     inside = rows.is_query[:, None] & (columns < FEATURES.HEADDIM_V)[None, :]
     ptrs = partials.acc_o + (offset * FEATURES.HEADDIM_V)[:, None] + columns[None, :]

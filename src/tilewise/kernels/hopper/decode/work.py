@@ -211,8 +211,16 @@ def slices_in(work, FEATURES: gl.constexpr, ROWS: gl.constexpr, BLOCK_DV: gl.con
 
 
 @gluon.jit
-def partial_row(work, piece, token, head, call, FEATURES: gl.constexpr):
-    """The row of a piece's state among partial states: by sequence, piece, query, head."""
+def partial_row(
+    work, piece, token, head, call, FEATURES: gl.constexpr, BY_PIECE: gl.constexpr = False
+):
+    """The row of a piece's state among partial states: by sequence, piece, query, head; or of all
+    sequences, piece by piece.
+    """
     nheads = call.sizes.nheads * FEATURES.GROUP
-    row = (piece - work.first) * (work.seqlen_q * nheads) + token * nheads + head
-    return (work.rows + row).to(gl.int64)
+    if BY_PIECE:
+        query = (piece * call.sizes.batch + work.batch) * work.seqlen_q + token
+        return query.to(gl.int64) * nheads + head
+    else:
+        row = (piece - work.first) * (work.seqlen_q * nheads) + token * nheads + head
+        return (work.rows + row).to(gl.int64)

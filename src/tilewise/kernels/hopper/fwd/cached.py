@@ -24,6 +24,7 @@ import triton
 from ....problem import Problem
 from ....tile.paging import batch_of, capacity
 from ....tile.types import Table
+from ...common import piece_states
 from ...common.alignment import TMA, misplaced
 from ...common.arguments import scales_of
 from ...common.cached import Cached
@@ -51,6 +52,7 @@ MOST_COPIES = 32  # of a block: with twice as many, pages of 8 at headdim 192, 1
 LAST = 2**31 - 1  # a coordinate of TMA
 
 refusal = decoding.refusal  # what decoding refuses, the training forward is not asked for
+write_states = functools.partial(piece_states.write_states, decoding.launches_of_states)
 
 
 def least_queries(nheads: int, group: int) -> int:
