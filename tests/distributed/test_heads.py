@@ -12,6 +12,7 @@ import tilewise.distributed as td
 from tilewise.distributed.methods import heads
 from tilewise.distributed.methods.shard_call import ShardCall
 from tilewise.distributed.transport import arena as arenas
+from tilewise.distributed.transport import copy_lists
 
 if not dist.is_available() or not dist.is_gloo_available():
     pytest.skip("gloo is not here", allow_module_level=True)
@@ -66,7 +67,7 @@ def halves(rank):
     another half follows the arrival of all pulls before. The first group's are begun before the
     others are published.
     """
-    heads.LEAST_ROWS = 1
+    heads.LEAST_ROWS, copy_lists.LEAST_EARLY = 1, 0
     case, layout = Case(8, 4, causal=True), td.contiguous(173)
     case.run(
         lambda *x, **y: td.attention(*x, layout=layout, method="heads", **y), share=layout.shard

@@ -9,7 +9,7 @@ the first pulls and the last are hidden by nothing.
 
 from __future__ import annotations
 
-import itertools
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -59,9 +59,9 @@ def attend(
 
 def _forward(
     arena: Arena, spec: ShardCall, q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool
-) -> tuple[Tensor, Tensor | None, list[Tensor], tuple[range, ...]]:
-    """Computes `out` and `lse`, then q, k, v, `out` and `lse` of each group, and the groups."""
-    plan = None if spec.prepared is None else spec.prepared.heads
+) -> tuple[Tensor, Tensor | None, list[Tensor], HeadExchange]:
+    """Computes `out` and `lse`, then q, k, v, `out` and `lse` of each group, and how they came."""
+    plan: HeadExchange | None = None if spec.prepared is None else spec.prepared.heads
     tensors = [q, k, v] if plan is not None and plan.is_plain else [in_rows(x) for x in (q, k, v)]
     if plan is None:
         signature = f"attention (heads): {spec.signature}"
@@ -87,7 +87,7 @@ def _forward(
     outgoing.finish()
     all_lse = saved[SAVED - 1 :: SAVED] if spec.learns else []
     arena.settle(results + all_lse)  # with a NaN in lse gradients are NaN
-    return results[0], results[1] if return_lse else None, saved, plan.groups
+    return results[0], results[1] if return_lse else None, saved, plan
 
 
 class _Heads(torch.autograd.Function):
@@ -95,7 +95,7 @@ class _Heads(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, arena: Arena, spec: ShardCall, return_lse: bool, q, k, v, learned):
-        out, lse, saved, ctx.groups = _forward(arena, spec, q=q, k=k, v=v, return_lse=return_lse)
+        out, lse, saved, ctx.plan = _forward(arena, spec, q=q, k=k, v=v, return_lse=return_lse)
         ctx.arena, ctx.spec = arena, spec
         ctx.shapes = [x.shape for x in (q, k, v)]
         ctx.save_for_backward(*saved)
@@ -113,14 +113,9 @@ class _Heads(torch.autograd.Function):
             if dout is None:
                 dq, _, dv = results
                 dout = dq.new_zeros(dq.shape[:3] + dv.shape[3:])
-            grads = _gradients(
-                ctx.arena,
-                spec,
-                exchanged=[dout, dlse],
-                kept=tensors,
-                results=results,
-                groups=ctx.groups,
-            )
+            options: Any = dict(exchanged=[dout, dlse], kept=tensors, results=results)
+            options |= dict(groups=ctx.plan.groups, plans=ctx.plan.backwards)
+            grads = _gradients(ctx.arena, spec, **options)
             return None, None, None, *grads[: INPUTS + 1]
 
 
@@ -130,8 +125,8 @@ _apply_eagerly = eager_apply(_Heads)
 def backward(arena: Arena, spec: ShardCall, saved: Saved) -> Grads:
     """Computes the gradients of `attend` from rows, whose heads are exchanged once more."""
     results = [x.new_empty(x.shape) for x in (saved.q, saved.k, saved.v)]
-    groups = groups_of(spec, saved.q, k=saved.k, v=saved.v)
-    return _gradients(arena, spec, exchanged=saved, kept=(), results=results, groups=groups)
+    options: Any = dict(groups=groups_of(spec, saved.q, k=saved.k, v=saved.v), plans={})
+    return _gradients(arena, spec, exchanged=saved, kept=(), results=results, **options)
 
 
 def _gradients(
@@ -142,14 +137,20 @@ def _gradients(
     kept: Sequence[Tensor],
     results: list[Tensor],
     groups: tuple[range, ...],
+    plans: dict[Any, HeadExchange],
 ) -> Grads:
     """Writes the gradients of this rank's rows into `results`: of all fields of Saved, whose heads
-    are `exchanged`, or of the first ones and those that a forward has `kept` of each group.
+    are `exchanged`, or of the first ones and those that a forward has `kept` of each group. `plans`
+    has those of backwards of the same forward.
     """
-    present = [x is not None for x in exchanged[:GIVEN]]
-    signature = f"the backward of attention (heads): {spec.signature}, with gradients {present}"
     tensors = [in_rows(x) for x in exchanged if x is not None]
-    plan = HeadExchange(spec, signature, tensors=tensors, groups=groups, nodes=arena.nodes)
+    key = tuple([(x.shape, x.stride(), x.dtype) for x in tensors])
+    plan = plans.get(key)
+    if plan is None:
+        present = [x is not None for x in exchanged[:GIVEN]]
+        signature = f"the backward of attention (heads): {spec.signature}, with gradients {present}"
+        options: Any = dict(tensors=tensors, groups=groups, nodes=arena.nodes)
+        plan = plans[key] = HeadExchange(spec, signature, **options)
     incoming = IncomingHeads(arena, plan, tensors=tensors)
     outgoing = OutgoingRows(incoming, results, title="the results of")
     dq, dk, dv = results
@@ -186,14 +187,8 @@ class HeadExchange:
         self.signature = signature if len(groups) == 1 else f"{len(groups)} groups of {signature}"
         kinds = tuple(self._kind_of(x) for x in tensors)
         batch = tensors[0].shape[0]
-        self.copies = rows_to_heads(
-            self.layout,
-            kinds,
-            sources=places_of(tensors),
-            batch=batch,
-            groups=groups,
-            nodes=nodes,
-        )
+        options: Any = dict(sources=places_of(tensors), batch=batch, groups=groups, nodes=nodes)
+        self.copies = rows_to_heads(self.layout, kinds, **options)
         blocks = Blocks(kinds, groups, batch=batch, tokens=self.layout.seqlen)
         # For each group where its heads of each tensor lie in the memory that they arrive in
         self.sizes = [n // x.itemsize for n, x in zip(blocks.sizes, tensors)]
@@ -206,6 +201,7 @@ class HeadExchange:
             for group in groups
         ]
         self.back: dict[Any, CopyList] = {}
+        self.backwards: dict[Any, HeadExchange] = {}
 
     def _kind_of(self, x: Tensor) -> Kind:
         """Returns the kind of one rank's heads."""
@@ -217,14 +213,9 @@ class HeadExchange:
         key = number, *[(x.shape, x.dtype) for x in results]
         copies = self.back.get(key)
         if copies is None:
-            copies = self.back[key] = heads_to_rows(
-                self.layout,
-                tuple(self._kind_of(x) for x in results),
-                batch=results[0].shape[0],
-                groups=self.groups,
-                group=self.groups[number],
-                nodes=self.nodes,
-            )
+            kinds, group = tuple(self._kind_of(x) for x in results), self.groups[number]
+            options: Any = dict(batch=results[0].shape[0], groups=self.groups, nodes=self.nodes)
+            copies = self.back[key] = heads_to_rows(self.layout, kinds, group=group, **options)
         return copies
 
 
@@ -254,7 +245,7 @@ class OutgoingRows:
         self.arena, self.plan, self.results = incoming.arena, incoming.plan, results
         self.signature = f"{title} {incoming.plan.signature}"
         self.marks = incoming.marks
-        self.memory = results[0].new_empty(0)  # that pieces arrive in, kept until they are placed
+        self.memory: list[Tensor] = []  # that pieces arrive in, kept until they are placed
 
     def send(self, number: int, tensors: Sequence[Tensor]) -> None:
         """Sends the heads of a group to the ranks that have their rows."""
@@ -263,11 +254,9 @@ class OutgoingRows:
         self.finish()  # before the barrier, which says that all have read what they were to
         sources = [x.contiguous() for x in tensors]
         publish_copies(arena, copies, signature=self.signature, sources=sources, targets=results)
-        self.memory = results[0].new_empty(copies.placed_nbytes, dtype=torch.uint8)
-        arena.pull(copies.pieces, [self.memory], traffic=copies.traffic)
-        with arena.copying():
-            arena.copy(copies.placed, [self.memory], targets=results)
-            self.marks = [arena.mark()]
+        self.memory = [results[0].new_empty(copies.placed_nbytes, dtype=torch.uint8)]
+        place = functools.partial(arena.copy, copies.placed, self.memory, targets=results)
+        self.marks = arena.pull(copies.pieces, self.memory, traffic=copies.traffic, then=place)
 
     def finish(self) -> None:
         """Waits until all rows are placed, for what the stream does next."""
@@ -286,11 +275,11 @@ def groups_of(spec: ShardCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[range, 
     # A group's heads lie in the memory of all: TMA wants them at multiples of 16 bytes
     if half < least or not are_aligned(q, k, v):
         return (range(nheads_k),)
-    ends = [0, half, nheads_k]
     last = -(-LEAST_OUTER_ROWS // max(rows, 1))
-    if k.shape[2] == q.shape[2] and first >= last:
-        ends = [0, first, nheads_k - last, nheads_k]
-    return tuple(itertools.starmap(range, itertools.pairwise(ends)))
+    if k.shape[2] != q.shape[2] or first < last:
+        return range(half), range(half, nheads_k)
+    end = nheads_k - last
+    return range(first), range(first, end), range(end, nheads_k)
 
 
 def query_heads(spec: ShardCall, q: Tensor, k: Tensor, *, group: range) -> slice:

@@ -17,6 +17,9 @@ from ..layouts.work import Band, keys_of
 from .copies import ALIGN, Blocks, CopyList, Kind, Piece, Place, rows_between
 from .nodes import Bytes, Nodes, Traffic
 
+# Of a first group of heads: on two H200s fewer bytes arrive no earlier if they are published first
+LEAST_EARLY = 1 << 25
+
 
 @functools.lru_cache(maxsize=256)
 def keys_to_queries(
@@ -41,9 +44,8 @@ def keys_to_queries(
     counts = [sum(stop - start for start, stop in runs) for runs in shared]
     halves, whole = [blocks(tokens=count) for count in counts], blocks(tokens=tokens)
     me, my_shared = layout.rank, shared[layout.rank]
-    rows: list[list[Rows]] = [[] for _ in groups]
-    for i, kind, b in itertools.product(range(len(groups)), range(len(kinds)), range(batch)):
-        group = groups[i]
+    rows = []
+    for group, kind, b in itertools.product(groups, range(len(kinds)), range(batch)):
         source = sources[kind].moved(head=group.start, row=b)
         half = halves[me].joint_place(kind, group).moved(row=b)
         target = whole.place(kind, group).moved(row=b)
@@ -51,9 +53,9 @@ def keys_to_queries(
         copied = functools.partial(rows_between, heads=len(group))
         for start, stop in my_shared:
             published = half.moved(place_among(my_shared, start))
-            rows[i].append(copied(source.moved(start), published, tokens=stop - start))
+            rows.append(copied(source.moved(start), published, tokens=stop - start))
         for _, row, start, stop in (x for part in pulls for x in part if x.rank == me):
-            rows[i].append(copied(source.moved(row), target.moved(start), tokens=stop - start))
+            rows.append(copied(source.moved(row), target.moved(start), tokens=stop - start))
     remote = [
         [x._replace(row=place_among(shared[x.rank], x.row)) for x in part if x.rank != me]
         for part in pulls
@@ -68,18 +70,18 @@ def keys_to_queries(
         pieces.append(tuple(of_list))
     traffic = () if nodes is None else _keys_across(layout, band, nodes=nodes, halves=halves)
     nbytes = max(x.nbytes for x in halves)
-    turns = in_turns(rows, is_split=nodes is None)
+    turns = in_turns(rows, len(groups), is_split=nodes is None)
     return CopyList(nbytes, pieces=tuple(pieces), traffic=traffic, early=len(pulls), **turns)
 
 
-def in_turns(rows: Sequence[list[Rows]], *, is_split: bool) -> dict[str, Any]:
-    """Returns the copies of groups as the fields of a list: those of the first group, and, if they
-    are split, those of the others, which all ranks then make later, even where they have none.
+def in_turns(rows: Sequence[Rows], groups: int, *, is_split: bool) -> dict[str, Any]:
+    """Returns the copies of groups, as many of each, as the fields of a list: those of the first
+    group, and, if they are split, those of the others, which all ranks then make later, even where
+    they have none.
     """
-    early = rows[:1] if is_split else rows
-    chain = itertools.chain.from_iterable
-    later = Table(chain(rows[len(early) :]))
-    return dict(rows=Table(chain(early)), later=later, is_split=is_split and len(rows) > 1)
+    is_split &= groups > 1
+    early = len(rows) // groups if is_split else len(rows)
+    return dict(rows=Table(rows[:early]), later=Table(rows[early:]), is_split=is_split)
 
 
 @functools.lru_cache(maxsize=256)
@@ -102,19 +104,17 @@ def keys_in_place(
     whole = Blocks(kinds, groups, batch=1, tokens=layout.seqlen, side_by_side=side_by_side)
     rows, pieces = [], []
     for group in groups:
-        copied: list[Rows] = []
         for kind, (row, start, stop) in itertools.product(range(len(kinds)), layout.placed):
             source = sources[kind].moved(row, head=group.start)
             target = whole.joint_place(kind, group).moved(start)
-            copied.append(rows_between(source, target, tokens=stop - start, heads=len(group)))
-        rows.append(copied)
+            rows.append(rows_between(source, target, tokens=stop - start, heads=len(group)))
         of_group: list[Piece] = []
         for pull, kind in itertools.product(pulls, range(len(whole.sizes))):
             if nodes is None and pull.rank != layout.rank:
                 place = whole.joint_place(kind, group).moved(pull.start)
                 of_group += _pieces(pull.rank, place, target=place, tokens=pull.stop - pull.start)
         pieces.append(tuple(of_group))
-    turns = in_turns(rows, is_split=nodes is None)
+    turns = in_turns(rows, len(groups), is_split=nodes is None)
     if nodes is None:
         return CopyList(whole.nbytes, pieces=tuple(pieces), early=1, **turns)
     nbytes = -(-whole.nbytes // (layout.ranks * ALIGN)) * ALIGN  # of a rank's part of the half
@@ -192,7 +192,6 @@ def rows_to_heads(
     starts = [_starts([half.nbytes] * ranks, owner) for owner, half in enumerate(halves)]
     rows, pieces, traffic = [], [], []
     for group in groups:
-        copies: list[Rows] = []
 
         def wanted(owner: int, readers: Sequence[int], group: range = group) -> Iterator[Bytes]:
             for kind, reader in itertools.product(range(len(kinds)), readers):
@@ -212,11 +211,11 @@ def rows_to_heads(
                 heads = source.moved(head=rank * kinds[kind].heads + whole.first(kind, group))
                 if rank != me:
                     half = halves[me].joint_place(kind, group, before=starts[me][rank])
-                    copies.append(copied(heads, half.moved(row=b), tokens=layout.tokens))
+                    rows.append(copied(heads, half.moved(row=b), tokens=layout.tokens))
                     continue
                 local = target._replace(tensor=1 + kind)
                 for row, start, stop in layout.placed:
-                    copies.append(copied(heads.moved(row), local.moved(start), tokens=stop - start))
+                    rows.append(copied(heads.moved(row), local.moved(start), tokens=stop - start))
             for rank, row, start, stop in pulls_in_turn(layout, [(0, layout.seqlen)]):
                 if rank != me:
                     half = halves[rank].joint_place(kind, group, before=starts[rank][me])
@@ -224,9 +223,9 @@ def rows_to_heads(
                     parts = width if by_head else 1
                     of_group += _pieces(rank, half, target=place, tokens=stop - start, heads=parts)
         pieces.append(tuple(of_group))
-        rows.append(copies)
     nbytes = (ranks - 1) * max(x.nbytes for x in halves)
-    turns = in_turns(rows, is_split=nodes is None)
+    early = sum(batch * layout.seqlen * x.heads * x.unit for x in whole.of_group(groups[0]))
+    turns = in_turns(rows, len(groups), is_split=nodes is None and early > LEAST_EARLY)
     return CopyList(nbytes, pieces=tuple(pieces), traffic=tuple(traffic), early=1, **turns)
 
 

@@ -5,7 +5,7 @@ the device, so that a call costs the host launches and no round trip.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -131,15 +131,17 @@ class DeviceArena(Arena):
         *,
         counted: int = 0,
         traffic: Sequence[Traffic] = (),
+        then: Callable[[], None] | None = None,
     ) -> list[Any]:
         if self.dma is None or not self.has_streams:
-            return super().pull(lists, targets, counted=counted, traffic=traffic)
+            return super().pull(lists, targets, counted=counted, traffic=traffic, then=then)
         copy, stream, marks = self.dma, self.side.cuda_stream, []
         half, addresses = self.begin_of_half(), [x.data_ptr() for x in targets]
         starts = [x + half for x in self.starts]
         self._follow_caller()
-        # The driver's calls are of the current device, and exchanges of the current stream
-        current = beside(self.side, self.last) if traffic else contextlib.nullcontext()
+        # The driver's calls are of the current device, exchanges and kernels of the current stream
+        has_more = traffic or then is not None
+        current = beside(self.side, self.last) if has_more else contextlib.nullcontext()
         with on_device(self.device), current:
             for pieces in self.arrivals(lists, traffic) if traffic else lists:
                 for number, (rank, start, target, offset, nbytes) in enumerate(pieces, 1):
@@ -147,6 +149,8 @@ class DeviceArena(Arena):
                     self.pulled += nbytes
                     if counted and number % counted == 0:
                         self.count_piece()
+                if then is not None:
+                    then()
                 marks.append(self.mark())
         return marks
 

@@ -9,7 +9,7 @@ the first one held. So there is one barrier a call.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -174,10 +174,12 @@ class Arena:
         *,
         counted: int = 0,
         traffic: Sequence[Traffic] = (),
+        then: Callable[[], None] | None = None,
     ) -> list[Any]:
         """Begins to copy lists of pieces of what other ranks have published, one list after the
         other, while the caller's stream goes on. Every `counted` pieces are counted as one. What
-        comes from other nodes arrives by `traffic`, each for as many of the lists.
+        comes from other nodes arrives by `traffic`, each for as many of the lists. Copies that
+        `then` makes follow each list, before its mark.
 
         Returns:
             A mark for each list, for `arrive`.
@@ -190,6 +192,8 @@ class Arena:
                     self._copy_piece(piece, targets[piece.target])
                     if counted and number % counted == 0:
                         self.count_piece()
+                if then is not None:
+                    then()
                 marks.append(self.mark())
         return marks
 
