@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import socket
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -73,6 +74,7 @@ def size_under_torchrun() -> int | None:
 
 def _start(rank: int, main: Main, ranks, device, address, args, said, path) -> None:
     sys.path[:] = path
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         result = _run(main, rank, ranks, device, address, args, lambda x: said.put(("line", x)))
         if rank == 0:
@@ -83,6 +85,16 @@ def _start(rank: int, main: Main, ranks, device, address, args, said, path) -> N
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # gloo's threads may outlive Python's end (pytorch/pytorch#190489)
+
+
+def _end_with_parent() -> None:
+    """Ends this rank if the process that started it is killed: ranks would wait for each other on
+    their GPUs until the group's timeout, beside whatever runs there next.
+    """
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _run(main: Main, rank: int, ranks: int, device: str, address: str, args, tell: Tell) -> Any:
