@@ -16,7 +16,8 @@ with `takes_values(problem, q, v, out_dtype)` transposes V itself where that is 
 `prepare_fp8(..., transposes=True)`, and `quantized` has V in the place of V^T.
 
 A backend that reads KV caches has a module in `CACHED`, with `forward(cached, out, lse)` and, but
-for the CPU's, which serves what its package supports, `refusal(cached) -> None | str`.
+for the CPU's, which serves what its package supports, `refusal(cached) -> None | str`, and
+`write_states(cached, pieces)`, for folds of several ranks' pieces.
 """
 
 from __future__ import annotations

@@ -67,8 +67,12 @@ def compiled(headdims, page_size, causal=False, window=None, softcap=None, kept=
     lengths = torch.ones(batch, dtype=INT32), STARTS
     cached = check_cached(q, k, v, table, lengths, learned, numbers, "bshd", scales)
     assert launch.refusal(cached) is None
-    out = q.new_empty(*q.shape[:-1], headdims[1])
-    program = program_of(cached, out, torch.empty(heads, 5), launch.launches_of)
+    out, lse = q.new_empty(*q.shape[:-1], headdims[1]), torch.empty(heads, 5)
+    plan = launch.launches_of
+    if has.get("states"):  # of 8 pieces
+        out, lse = torch.empty(8, 5, heads, headdims[1]), torch.empty(2 * 8 * 5 * heads)
+        plan = launch.launches_of_states
+    program = program_of(cached, out, lse, plan)
     return build_launch(program.launches[0], "sm90")
 
 
@@ -101,6 +105,18 @@ def test_decoding_compiles(rows, headdim, page_size, name, monkeypatch):
         loop = innermost_loops(kernel, "LDGSTS" if copies else "UTMALDG")[0]
         assert sum(bool(re.search(r"\bLDG\b", line)) for line in loop) == 1
         assert spills_in(loop) == 0
+
+
+STATES = itertools.product((64, 128, 256), (64, 16), ("16 bits", "8 bits"))
+
+
+@pytest.mark.parametrize("headdim, page_size, kept", sample_rows(STATES, (128, 16, "16 bits")))
+def test_states_of_pieces_compile(headdim, page_size, kept):
+    """They take no more than the fold of those pieces does."""
+    options = {} if kept == "16 bits" else dict(kept=torch.int8, scales="head")
+    folded = compiled(headdim, page_size, **options)
+    states = compiled(headdim, page_size, states=True, **options)
+    assert_fits(states, stats(folded)["spill_stores"])
 
 
 # Of two warpgroups: bytes that a thread spills, once a part, where cp.async and where TMA copies

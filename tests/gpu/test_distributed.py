@@ -151,7 +151,8 @@ def test_pieces_that_never_come_are_named():
 
 def sums(rank):
     """One kernel adds the parts of the gradients of keys, with the bits of additions one by one, in
-    many slices, for which the arena does not grow, as in few.
+    many slices, for which the arena does not grow, as in few. With no kernel cached it compiles
+    for a minute, and longer beside other tests.
     """
     arena = arena_of(dist.group.WORLD, torch.device("cuda", rank))
     for name in ("causal", "window", "documents", "MHA, headdim 256"):

@@ -142,7 +142,7 @@ class CacheShards:
             k_cache: this rank's pages, (num_pages, page_size, nheads_k, headdim).
             v_cache: shaped as k_cache, with its own headdim_v.
             seqused_k: int32 (batch,), keys of the whole sequences.
-            page_table: int32 (batch, pages), of this rank's keys.
+            page_table: int32 (batch, pages), of its keys; for pieces on GPUs as wide on all ranks.
             causal: as in `tilewise.attention`, by positions in the whole sequence.
             window: likewise.
             split_size: keys per split, of which `piece` has a whole number.
