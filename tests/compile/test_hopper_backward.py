@@ -45,11 +45,11 @@ MODIFIED = {
     "document-blocks": (dict(mask="documents", is_by_blocks=True), (0, 20, 8)),
     "mask": (dict(mask="packed"), (0, 16, 8)),
     "score": (dict(score="tilted"), (0, 0, 8)),
-    "derivative": (dict(score="nonlinear"), (0, 180, 8)),
+    "derivative": (dict(score="nonlinear"), (0, 148, 8)),
     "bias": (dict(bias=True), (0, 8, 8)),
     "learned-bias": (dict(bias=True, learned=True), (0, 8, 8)),
-    "dropout": (dict(dropout=0.1), (0, 52, 20)),
-    "dropout-causal": (dict(dropout=0.1, causal=True), (0, 32, 72)),
+    "dropout": (dict(dropout=0.1), (0, 8, 20)),
+    "dropout-causal": (dict(dropout=0.1, causal=True), (0, 24, 12)),
 }
 
 FEATURES = {

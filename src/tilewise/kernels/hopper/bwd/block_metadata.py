@@ -20,7 +20,7 @@ from triton.experimental.gluon import language as gl
 from ....tile.dropout import Stream, stream_of
 from ..tile_messages import field
 from ..work import is_partial
-from .query_blocks import QueryBlock
+from .query_blocks import QueryBlock, counts_heads
 
 METADATA_WORDS = gl.constexpr(8)
 
@@ -87,7 +87,7 @@ def block_behind(block, metadata, step, work, FEATURES: gl.constexpr, TILE: gl.c
         head, m_block = block.head, block.m_block - 1
         if FEATURES.GROUP > 1 or TILE.SPREAD > 0 or not (FEATURES.LEFT or FEATURES.RIGHT):
             m_block = gl.where(block.m_block == work.first, work.last, m_block)
-        if FEATURES.GROUP > 1:
+        if counts_heads(FEATURES, TILE):
             head -= (block.m_block == work.begin).to(gl.int32)
         return QueryBlock(head, m_block)
 

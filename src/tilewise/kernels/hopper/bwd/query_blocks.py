@@ -28,6 +28,16 @@ def count_blocks(work, FEATURES: gl.constexpr):
 
 
 @gluon.jit
+def counts_heads(FEATURES: gl.constexpr, TILE: gl.constexpr):
+    """Whether the loop over blocks counts heads. If a tile has one, what follows from it would be
+    computed before the loop: bias, mask and score of wide tiles, and the load warp's random
+    numbers, have no registers for that. Of packed sequences they spill less without.
+    """
+    is_wide = TILE.BLOCK_N == 64 and (FEATURES.NATURAL or FEATURES.MASK_MOD is not None)
+    return FEATURES.GROUP > 1 or ((is_wide or FEATURES.DROPOUT) and not FEATURES.PACKED)
+
+
+@gluon.jit
 def first_block(work, FEATURES: gl.constexpr):
     """The block that it begins with."""
     return QueryBlock(work.head * FEATURES.GROUP, work.begin)
@@ -39,7 +49,7 @@ def block_after(block, work, FEATURES: gl.constexpr, TILE: gl.constexpr):
     head, m_block = block.head, block.m_block + 1
     if FEATURES.GROUP > 1 or TILE.SPREAD > 0 or not (FEATURES.LEFT or FEATURES.RIGHT):
         m_block = gl.where(m_block > work.last, work.first, m_block)
-    if FEATURES.GROUP > 1:
+    if counts_heads(FEATURES, TILE):
         head += (m_block == work.begin).to(gl.int32)
     return QueryBlock(head, m_block)
 
