@@ -166,7 +166,10 @@ def test_a_warpgroup_passes_over_blocks_that_do_not_see_its_keys(left, right, mo
 
 
 @pytest.mark.parametrize("headdim, begins", [(128, [0, 1, 0, 0]), (256, [0, 1, 0, 1, 0, 0, 0])])
-def test_long_tiles_of_a_causal_head_begin_at_different_blocks(headdim, begins, monkeypatch):
+@pytest.mark.parametrize("modifier", [{}, dict(bias="qk"), dict(dropout=0.2)], ids=str)
+def test_long_tiles_of_a_causal_head_begin_at_different_blocks(
+    headdim, begins, modifier, monkeypatch
+):
     """They would otherwise add to the same block of dQ at a time."""
     found, work_of = {}, Rebinder().function(work_tile.work_of)
 
@@ -177,7 +180,7 @@ def test_long_tiles_of_a_causal_head_begin_at_different_blocks(headdim, begins, 
 
     monkeypatch.setattr(plan, "SPREAD", 2)
     monkeypatch.setattr(work_tile, "work_of", noted)
-    case = Case("s", Sizes(1, 400, 400, 1, 1, headdim), Features(causal=True))
+    case = Case("s", Sizes(1, 400, 400, 2, 2, headdim), Features(causal=True, **modifier))
     assert all(x.verdict.ok for x in run_case(case, "hopper", "cpu", BF16))
     assert [found[n] for n in sorted(found)] == begins
 

@@ -29,9 +29,8 @@ def count_blocks(work, FEATURES: gl.constexpr):
 
 @gluon.jit
 def counts_heads(FEATURES: gl.constexpr, TILE: gl.constexpr):
-    """Whether the loop over blocks counts heads. If a tile has one, what follows from it would be
-    computed before the loop: bias, mask and score of wide tiles, and the load warp's random
-    numbers, have no registers for that. Of packed sequences they spill less without.
+    """Whether the loop counts heads, also of one: what follows from a constant would be computed
+    before it and spilled, by wide tiles and with random numbers. Packed sequences spill less so.
     """
     is_wide = TILE.BLOCK_N == 64 and (FEATURES.NATURAL or FEATURES.MASK_MOD is not None)
     return FEATURES.GROUP > 1 or ((is_wide or FEATURES.DROPOUT) and not FEATURES.PACKED)

@@ -30,13 +30,7 @@ HALF = gl.constexpr(128)  # columns
 
 @gluon.jit
 def attend_in_halves(
-    WG: gl.constexpr,
-    rings,
-    output,
-    scales,
-    call,
-    FEATURES: gl.constexpr,
-    TILE: gl.constexpr,
+    WG: gl.constexpr, rings, output, scales, call, FEATURES: gl.constexpr, TILE: gl.constexpr
 ):
     N: gl.constexpr = TILE.BLOCK_N
     S_LAYOUT: gl.constexpr = accumulator(N)

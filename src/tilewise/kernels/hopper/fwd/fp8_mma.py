@@ -249,15 +249,7 @@ def add_product(acc_o, alpha, product):
 
 @gluon.jit
 def scores_of(
-    qk,
-    tile,
-    i,
-    m_i,
-    by_integers,
-    unit,
-    call,
-    FEATURES: gl.constexpr,
-    TILE: gl.constexpr,
+    qk, tile, i, m_i, by_integers, unit, call, FEATURES: gl.constexpr, TILE: gl.constexpr
 ):
     """Scores of the i-th block of keys and the maxima with them: see `to_scores`."""
     qk = gl.convert_layout(qk, accumulator(TILE.BLOCK_N), assert_trivial=True)
