@@ -200,7 +200,20 @@ def test_equal_parts_where_an_sm_has_two_programs(batch, sms, expected):
     assert equal_parts(batch, 8192, 1, 2**20, sms=sms, per_sm=2)[:2] == list(expected)
 
 
-def equal_parts(batch, keys, queries, room, sms=132, per_sm=1):
+@pytest.mark.parametrize(
+    "tokens, batch, expected",
+    [
+        (8, 16, (16, 1)),  # 128 tiles of 32 rows are whole: their states would be an eighth more
+        (4, 16, (4, 4)),
+        (16, 16, (4, 4)),
+        (8, 8, (8, 2)),
+    ],
+)
+def test_tiles_of_32_rows_are_whole_where_each_program_has_one(tokens, batch, expected):
+    assert equal_parts(batch, 8192, tokens, 2**20, tokens=tokens)[:2] == list(expected)
+
+
+def equal_parts(batch, keys, queries, room, sms=132, per_sm=1, tokens=16):
     """What `share_kernel` finds."""
     used = torch.full((batch,), keys, dtype=torch.int32)
     optionals = NOTHING._replace(seqused_k=used)
@@ -208,7 +221,7 @@ def equal_parts(batch, keys, queries, room, sms=132, per_sm=1):
     found = torch.zeros(3, dtype=torch.int32)
     of = features(GROUP=GROUP, SEQUSED_K=True)
     interpret(share_kernel)[(1,)](
-        found, sms, optionals, sizes, NUMBERS, FEATURES=of, TOKENS=16, PER_SM=per_sm
+        found, sms, optionals, sizes, NUMBERS, FEATURES=of, TOKENS=tokens, PER_SM=per_sm
     )
     return found.tolist()
 

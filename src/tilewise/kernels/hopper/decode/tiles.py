@@ -39,11 +39,12 @@ def tile_of(
     warpgroups: int = 1,
     rows: int = ROWS,
     is_beside_chunks: bool = False,
+    has_many_tiles: bool = False,
 ) -> SplitPipeline:
     """One tile for a problem and its cache's dtype, whatever its lengths: a row's bits depend on
     it, but neither on how many `rows` it has nor on how its keys are copied, nor on whether it
-    `is_beside_chunks`. `row_scales` counts the sides, of keys and values, whose rows have their own
-    scales.
+    `is_beside_chunks` or an SM `has_many_tiles`. `row_scales` counts the sides, of keys and values,
+    whose rows have their own scales.
     """
     block_d, block_dv = map(block_of, (problem.headdim, problem.headdim_v))
     # Headdim 64 would be waiting for its exponentials, not for memory, by fewer keys at a time
@@ -60,6 +61,7 @@ def tile_of(
             cache=CACHES.get(kept, ""),
             row_scales=row_scales,
             is_beside_chunks=is_beside_chunks,
+            has_many_tiles=has_many_tiles,
         )
     is_wide = block_dv > 128
     q_stages = 1 if is_wide else 2
@@ -79,18 +81,23 @@ def swapped_tile(
     cache: str = "",
     row_scales: int = 0,
     is_beside_chunks: bool = False,
+    has_many_tiles: bool = False,
 ) -> SplitPipeline:
     """The tile whose keys are the rows of wgmma: of 8 to 32 rows, or to 64 of a `cache` of 8 bits.
 
     An SM has two programs where each has room for enough stages. Of 8 bits to 32 rows: while a
     warpgroup converts, or waits for its own products or maxima, the other one's has the SM's units.
     Of 16 bits beside chunks: one reads 44 to 51 bytes a ns, two 69, so that chunks have more SMs.
+    And of 32 rows whose keys threads copy, if an SM has many tiles: a block then takes a warpgroup
+    longer than the memory (an H200, 32 sequences, 8 queries, pages of 16: 272 to 280 us, 257).
     """
     block_n, block_d, block_dv = shape
     is_wide = max(block_d, block_dv) > 128
     # Two accumulators may be too many registers
     in_shared = cache != "" and rows > (8 if is_wide else 32)
-    q_stages = 1 if rows > 16 and is_wide else 2
+    takes_turns = has_many_tiles and rows == 32 and max(block_d, block_dv) == 128
+    takes_turns = takes_turns and not (cache or by_tma or is_beside_chunks)
+    q_stages = 1 if (rows > 16 and is_wide) or takes_turns else 2
     stage = block_n * ((1 if cache else 2) * (block_d + block_dv) + 4 * row_scales)
     # Of a row: queries, P of two blocks, a maximum and a sum of each of four warps, folded pieces
     row = 2 * q_stages * block_d + 4 * block_n + 32 + 4 * block_dv * in_shared
@@ -99,8 +106,8 @@ def swapped_tile(
     def stages_of(programs: int) -> int:
         return min((room_of(programs, by_tma) - rows * row) // stage, most)
 
-    enough = 2 if cache else 3
-    may_be_two = rows <= 32 if cache else is_beside_chunks
+    enough = 2 if cache or takes_turns else 3
+    may_be_two = rows <= 32 if cache else is_beside_chunks or takes_turns
     programs = 2 if may_be_two and stages_of(2) >= enough else 1
     return SplitPipeline(
         ROWS=rows,
