@@ -96,7 +96,7 @@ def test_the_bits_of_a_cache_that_was_converted_before(q_dtype, dtype, served):
     assert all(served)
 
 
-@pytest.mark.parametrize("kind", sample(["tensor", "head", "sequence"], "sequence"))
+@pytest.mark.parametrize("kind", sample(["tensor", "head", "sequence", "row"], "row"))
 @pytest.mark.parametrize("name", sample(FEATURES, "window"))
 def test_scales_and_features(name, kind, served):
     x = drawn(kind=kind)
@@ -156,9 +156,38 @@ def test_parts_have_the_bits_of_a_cache_that_was_converted_before(sms, count, se
     x = drawn(kind="none", heads=(2, 1), lengths=[1700])
     found = run(x, 64, causal=True)
     assert_equal(run_converted(x, 64, causal=True), found)
-    y = drawn(heads=(2, 1), lengths=[1700])
-    assert_right(y, run(y, causal=True), causal=True)
+    for kind, causal in (("sequence", True), ("row", True), ("row", False)):
+        y = drawn(kind=kind, heads=(2, 1), lengths=[1700])
+        assert_right(y, run(y, causal=causal), causal=causal)
     assert all(served)
+
+
+@pytest.mark.parametrize("name", ["k", "v", "kv"])
+def test_scales_of_rows_that_are_1_change_no_bit(name, served):
+    x = drawn(kind="row", lengths=[300, 133])
+    ones = [torch.ones(len(k), 2) for k in x.s.k]
+    x = x._replace(k_scales=ones, v_scales=ones)
+    at = arguments(x, 16, 0)
+    for side in set("kv") - set(name):
+        at[f"{side}_descale"] = None
+    with use_emulator():
+        found = tilewise.attention(**at, causal=True, backend="hopper")
+    assert_equal(run_converted(x, causal=True), found)
+    assert all(served)
+
+
+def test_scales_that_a_window_has_left_behind_may_be_anything(served):
+    """Also beside keys that are seen, in a block that TMA reads."""
+    x = drawn(kind="row", lengths=[300])
+    options = dict(causal=True, window=(100, 0))
+    at, first = arguments(x, 16, 0), 300 - QUERIES - 100
+    assert first % 128 > 0
+    pages = at["page_table"][0, : first // 16].long()
+    at["k_descale"][pages] = at["v_descale"][pages] = math.nan
+    with use_emulator():
+        found = tilewise.attention(**at, **options, backend="hopper")
+    assert_equal(run(x, **options), found)
+    assert served == [True, True]
 
 
 def run_packed(x, page_size=16, seed=0, **options):
@@ -171,11 +200,11 @@ def run_packed(x, page_size=16, seed=0, **options):
 
 
 @pytest.mark.parametrize("page_size", sample([16, None], 16))
-@pytest.mark.parametrize("name", sample(FEATURES, "causal"))
-def test_packed_chunks_have_the_bits_of_those_in_a_batch(name, page_size, served):
+@pytest.mark.parametrize("name, kind", [("causal", "sequence"), ("window", "row")])
+def test_packed_chunks_have_the_bits_of_those_in_a_batch(name, kind, page_size, served):
     """Beside decodes, whose rows are others' launch."""
     queries, heads = [1, QUERIES, 0, 3, QUERIES], (4, 1)  # in tiles of 8 rows and of 16
-    x = quantised(queries, [300, 133, 90, 5, 70], E4M3, "sequence", heads, headdims=(64, 64))
+    x = quantised(queries, [300, 133, 90, 5, 70], E4M3, kind, heads, headdims=(64, 64))
     found = run_packed(x, page_size, **FEATURES[name])
     assert served == [True]
     for i, count in enumerate(queries):
@@ -196,7 +225,6 @@ def test_batch_mates_change_no_bit(served):
 
 
 OTHERS = {
-    "a scale": dict(kind="row"),
     "over 128": dict(headdims=(192, 192)),
     "differ": dict(headdims=(64, 128)),
 }

@@ -22,15 +22,11 @@ import triton.language as tl
 
 from .bounds import clamp
 from .seqlen import rows_of
-from .splits import keys_seen
+from .splits import keys_seen, longest_alone
 
 GROUP = tl.constexpr(32)  # sequences that are looked at together: the lanes of a warp
 PARTS_A_PROGRAM = tl.constexpr(2)  # of equal parts: more write more states, fewer end less evenly
 LONGEST_PART = tl.constexpr(4)  # pieces of a tile that is divided
-LONGEST_ALONE = tl.constexpr(8)  # of a program that has one; with more, SMs end too far apart
-# Of tiles of 32 rows more: a state, written and read again, is an eighth of its piece's bytes, and
-# slices of folds, which 16 sequences of 8 queries have, take longer than the wait for the slowest
-LONGEST_OF_MANY, MANY_ROWS = tl.constexpr(16), tl.constexpr(32)
 LAST_PIECES = tl.constexpr(3)  # of each program, which are parts of their own
 MANY_TILES = tl.constexpr(8)  # of each program: parts become shorter
 UNEVEN = tl.constexpr(0.75)  # pieces of the mean tile over the longest's: parts become shorter
@@ -195,9 +191,7 @@ def share_of(lane, sms, call, FEATURES: tl.constexpr, TOKENS: tl.constexpr, PER_
     pieces = tl.maximum(tl.cdiv(total, sms * PARTS_A_PROGRAM), 1)
     is_uneven = has_room & is_uneven & (most <= LONGEST_UNEVEN * pieces)
     alone = tl.maximum(tl.cdiv(total, sms * PER_SM), 1)
-    ROWS: tl.constexpr = TOKENS * FEATURES.GROUP
-    HAS_MANY: tl.constexpr = ROWS > MANY_ROWS // 2 and ROWS <= MANY_ROWS
-    LONGEST: tl.constexpr = LONGEST_OF_MANY if HAS_MANY else LONGEST_ALONE
+    LONGEST: tl.constexpr = longest_alone(TOKENS * FEATURES.GROUP)
     fits = has_room & (alone <= LONGEST) & (tiles * tl.cdiv(most, alone) <= sms * PER_SM)
     longest = tl.where(fits, alone, LONGEST_PART)
     pieces = tl.where(fits, alone, tl.where(has_room, pieces, MANY))

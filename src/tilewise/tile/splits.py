@@ -19,6 +19,15 @@ class SeenKeys(NamedTuple):
     stop: tl.tensor
 
 
+@triton.constexpr_function
+def longest_alone(rows):
+    """Pieces of a part at most where each program has one: with more, SMs end too far apart. Of 32
+    rows more: a state, written and read again, is an eighth of its piece's bytes, and slices of
+    folds take longer than the wait for the slowest.
+    """
+    return 16 if 16 < rows <= 32 else 8
+
+
 @triton.jit
 def fold(left, right):
     """Two states over neighbouring keys as one. A state without a key changes no bit."""

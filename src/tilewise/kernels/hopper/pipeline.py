@@ -35,6 +35,8 @@ class KVRing(NamedTuple):
     v: gl.shared_memory_descriptor  # (STAGES, BLOCK_N, BLOCK_DV)
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
+    k_scales: tuple = 0  # (STAGES, BLOCK_N) of a block, where each row of 8 bits has its own
+    v_scales: tuple = 0  # of the same block, whose V has the next stage
 
 
 class PipelineState(NamedTuple):
@@ -71,13 +73,15 @@ def make_kv_ring(
     STAGES: gl.constexpr,
     CONSUMERS: gl.constexpr,
     GROUPS: gl.constexpr = 1,
+    PRODUCERS: gl.constexpr = 1,
 ):
     """A ring of tiles of K and V, that of K in GROUPS buffers a stage."""
     k_layout: gl.constexpr = shared(K_SHAPE[0], K_SHAPE[1], dtype=dtype)
     v_layout: gl.constexpr = shared(V_SHAPE[0], V_SHAPE[1], dtype=dtype)
     k = gl.allocate_shared_memory(dtype, [STAGES * GROUPS] + K_SHAPE, k_layout)
     v = gl.allocate_shared_memory(dtype, [STAGES] + V_SHAPE, v_layout)
-    return KVRing(k, v, full=make_barrier(STAGES, 1), empty=make_barrier(STAGES, CONSUMERS))
+    full = make_barrier(STAGES, PRODUCERS)
+    return KVRing(k, v, full=full, empty=make_barrier(STAGES, CONSUMERS))
 
 
 @gluon.jit

@@ -136,7 +136,7 @@ def attend_part(
     is_first = work.index == FOLDED
     k_scale = 1.0
     if call.scales.k is not None:
-        k_scale = k_sequence_scale(work, call.scales)
+        k_scale = k_sequence_scale(call.scales, work.batch, work.head_k, work.seqlen_k > 0)
     m_run = gl.full([M], float("-inf"), gl.float32, row_of(O_LAYOUT))
     l_run = gl.zeros([M], gl.float32, row_of(O_LAYOUT))
     run = gl.zeros([M, DV], gl.float32, O_LAYOUT)

@@ -40,7 +40,7 @@ def copy_part(work, sources, rings, state, call, FEATURES: gl.constexpr, TILE: g
     ROWS: gl.constexpr = TILE.ROWS * TILE.WARPGROUPS
     PIECE: gl.constexpr = 128 // sources.k.ptr.dtype.element_ty.primitive_bitwidth
     LANES: gl.constexpr = by_lane(N, D, piece=PIECE, warps=TILE.COPY_WARPS)
-    table = sources.table
+    table, scales = sources.table, call.scales
     keys = keys_of(work, call, FEATURES=FEATURES, ROWS=ROWS)
     first, stop = blocks_of(work, call, FEATURES=FEATURES, ROWS=ROWS, N=N)
     key = first * N + gl.arange(0, N, LANES)
@@ -51,12 +51,12 @@ def copy_part(work, sources, rings, state, call, FEATURES: gl.constexpr, TILE: g
         ahead = look_up_rows(key, table.page_size, work=work, keys=keys, table=table)
         k_at, v_at = rings.k.full.index(state.stage), rings.v.full.index(state.stage)
         copy_block(sources.k, rings.k, state, work, rows, D, FEATURES.HEADDIM, TILE)
-        if call.scales.k_row is not None:
-            copy_row_scales(k_rows(call.scales), rings.k_scales.index(state.stage), work, rows)
+        if scales.k_row is not None:
+            copy_row_scales(k_rows(scales), rings.k_scales.index(state.stage), work.head_k, rows)
         async_copy.mbarrier_arrive(k_at, increment_count=False)
         copy_block(sources.v, rings.v, state, work, rows, DV, FEATURES.HEADDIM_V, TILE)
-        if call.scales.v_row is not None:
-            copy_row_scales(v_rows(call.scales), rings.v_scales.index(state.stage), work, rows)
+        if scales.v_row is not None:
+            copy_row_scales(v_rows(scales), rings.v_scales.index(state.stage), work.head_k, rows)
         async_copy.mbarrier_arrive(v_at, increment_count=False)
         state = advance(state, TILE.STAGES)
     return state

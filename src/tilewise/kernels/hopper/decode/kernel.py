@@ -18,8 +18,9 @@ from ..pipeline import Ring, allocate_barrier, allocate_ring, make_barrier
 from .attend import Scratch, attend_partition
 from .barriers import make_barriers
 from .copy import copy_partition
-from .load import Sources, fetches_descriptors, have_scales, load_partition
+from .load import Sources, fetches_descriptors, load_partition
 from .queries import query_partition
+from .scales import have_scales, room_for_scales
 from .work import DecodeCall, make_work_messages
 
 
@@ -161,10 +162,6 @@ def registers_of(cache, programs, is_copy):
 @gluon.jit
 def with_scales(rings, scales, TILE: gl.constexpr):
     """Rings of keys and values with room for the scales of their rows."""
-    k_scales, v_scales = 0, 0
-    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    if scales.k_row is not None:
-        k_scales = gl.allocate_shared_memory(gl.float32, [TILE.STAGES, TILE.BLOCK_N], layout)
-    if scales.v_row is not None:
-        v_scales = gl.allocate_shared_memory(gl.float32, [TILE.STAGES, TILE.BLOCK_N], layout)
+    k_scales = room_for_scales(scales.k_row, TILE.STAGES, TILE.BLOCK_N)
+    v_scales = room_for_scales(scales.v_row, TILE.STAGES, TILE.BLOCK_N)
     return Rings(rings.q, rings.k, rings.v, rings.messages, rings.ready, k_scales, v_scales)

@@ -29,7 +29,7 @@ from ..work import LANE_LAYOUT, fetch_next_tile
 from .entries import first_entries, look_up_rows, next_entries, page_of, pages_of, rows_of
 from .numbers import end_numbers, first_number, next_number, rates_of
 from .rows import clear_unused
-from .scales import copy_row_scales, k_rows, v_rows
+from .scales import copy_row_scales, have_scales, k_rows, v_rows
 from .work import blocks_of, keys_of, no_more, open_part, open_slice, tile_counter
 
 KEYS_OF_LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
@@ -188,16 +188,10 @@ def load_part(work, sources, rings, state, call, FEATURES: gl.constexpr, TILE: g
     return state
 
 
-@gluon.constexpr_function
-def have_scales(k_row, v_row):
-    """Whether rows have their own."""
-    return k_row is not None or v_row is not None
-
-
 @gluon.jit
 def load_scales(scales, ring, smem, state, work, rows):
     """The scales of a block's rows; each lane arrives when its own have landed."""
-    copy_row_scales(scales, smem.index(state.stage), work=work, rows=rows)
+    copy_row_scales(scales, smem.index(state.stage), work.head_k, rows=rows)
     async_copy.mbarrier_arrive(ring.full.index(state.stage), increment_count=False)
 
 

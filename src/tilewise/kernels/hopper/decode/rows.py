@@ -63,7 +63,8 @@ def write_rows(work, state, rows, columns, has_lse, output, call, FEATURES: gl.c
     rescale, lse = finish(state.m_i, state.l_i, sink_log2=sink, FEATURES=FEATURES)
     out = state.acc_o * rescale[:, None]
     if call.scales.v is not None:
-        out = out * v_sequence_scale(work, call.scales)
+        has_keys = work.seqlen_k > 0
+        out = out * v_sequence_scale(call.scales, work.batch, work.head_k, has_keys)
     out = out.to(output.out.ptr.dtype.element_ty)
     begins = begins_of(output.out, work, rows=rows, FEATURES=FEATURES)
     inside = rows.is_query[:, None] & (columns < FEATURES.HEADDIM_V)[None, :]

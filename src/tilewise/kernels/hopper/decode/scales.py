@@ -55,32 +55,52 @@ def v_rows(scales):
 
 
 @gluon.jit
-def k_sequence_scale(work, scales):
+def k_sequence_scale(scales, batch, head_k, has_keys):
     """What a sequence's scores are multiplied with, unless each row has its own scale."""
-    return sequence_scale(work, scales.k, scales.k_batch, scales.k_row, scales.k_head)
+    return sequence_scale(
+        scales.k, scales.k_batch, scales.k_row, scales.k_head, batch, head_k, has_keys
+    )
 
 
 @gluon.jit
-def v_sequence_scale(work, scales):
+def v_sequence_scale(scales, batch, head_k, has_keys):
     """What its outputs are multiplied with, unless each row has its own scale."""
-    return sequence_scale(work, scales.v, scales.v_batch, scales.v_row, scales.v_head)
+    return sequence_scale(
+        scales.v, scales.v_batch, scales.v_row, scales.v_head, batch, head_k, has_keys
+    )
 
 
 @gluon.jit
-def sequence_scale(work, ptr, batch_stride, row_stride, head_stride):
+def sequence_scale(ptr, batch_stride, row_stride, head_stride, batch, head_k, has_keys):
     """The scale of a sequence's head, read where it has keys; 1 where each row has its own."""
     if ptr is None or row_stride is not None:
         return 1.0
     else:
-        ptrs = ptr + work.batch.to(gl.int64) * batch_stride + work.head_k * head_stride
-        return gl.load(ptrs, mask=work.seqlen_k > 0, other=1.0)
+        ptrs = ptr + gl.to_tensor(batch).to(gl.int64) * batch_stride + head_k * head_stride
+        return gl.load(ptrs, mask=has_keys, other=1.0)
 
 
 @gluon.jit
-def copy_row_scales(scales, smem, work, rows):
+def room_for_scales(row_stride, STAGES: gl.constexpr, N: gl.constexpr):
+    """Shared memory for scales of a ring's rows, (STAGES, N), where each has its own; else 0."""
+    if row_stride is None:
+        return 0
+    else:
+        layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        return gl.allocate_shared_memory(gl.float32, [STAGES, N], layout)
+
+
+@gluon.constexpr_function
+def have_scales(k_row, v_row):
+    """Whether rows of keys or of values have their own."""
+    return k_row is not None or v_row is not None
+
+
+@gluon.jit
+def copy_row_scales(scales, smem, head_k, rows):
     """Starts to copy the scales of rows, 4 bytes a thread at a time; zeros, and nothing read, for
     rows that are not in use.
     """
-    ptrs = scales.ptr + work.head_k.to(gl.int64) * scales.head + rows.page * scales.batch
+    ptrs = scales.ptr + head_k.to(gl.int64) * scales.head + rows.page * scales.batch
     ptrs = ptrs + rows.row * scales.row
     copy_async(smem, ptrs, mask=rows.is_used)

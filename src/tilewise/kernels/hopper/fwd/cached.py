@@ -110,8 +110,6 @@ def why_in_pieces(cached: Cached, out: Tensor) -> str | None:
 def why_not_converted(cached: Cached) -> str | None:
     """Why the training forward does not read such a cache of 8 bits."""
     problem = cached.problem
-    if any(x is not None and x.dim() == 3 for x in (cached.k_descale, cached.v_descale)):
-        return "the cache has 8 bits, and each of its rows a scale"
     block_d, block_dv = map(block_of, (problem.headdim, problem.headdim_v))
     if block_d != block_dv or block_d > 128:
         return "the cache has 8 bits, and headdims are over 128 or differ: no room to convert it"

@@ -9,16 +9,22 @@ needed: K of a block, V of the block before.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ....tile.score import in_units
+from ....tile.splits import SeenKeys
+from ....tile.types import Table
 from ..compat import reinterpret
 from ..decode.eight_bits import neighbours
+from ..decode.entries import look_up_rows, rows_of
+from ..decode.scales import copy_row_scales, have_scales, k_rows, k_sequence_scale, v_rows
 from ..layouts import doublings, shared
 from ..pipeline import PipelineState, advance, release, start, wait_empty, wait_full
-from ..work import END, key_head
+from ..work import END, key_block, key_head
 from .key_blocks import load_rows
-from .varlen import lengths_in, receive_tile
+from .parts import receive_first, receive_part
+from .varlen import lengths_in
 
 WARPS = gl.constexpr(4)
 TINY = gl.constexpr(2.0**-100)
@@ -41,33 +47,56 @@ def words_of_rows(words):
 
 @gluon.jit
 def convert_partition(staged, rings, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
+    N: gl.constexpr = TILE.BLOCK_N
+    scales = call.optionals.scales
+    HAVE_SCALES: gl.constexpr = have_scales(scales.k_row, scales.v_row)
+    # Without scales of rows only the number of a tile's blocks counts
+    HAS_PARTS: gl.constexpr = HAVE_SCALES and call.optionals.parts is not None
+    table = Table(None, 0, num_pages=0, page_size=0)
+    if call.optionals.pages is not None:
+        table = call.optionals.pages
+    key_in_block = gl.arange(0, N, gl.BlockedLayout([1], [32], [WARPS], [0]))
     kv_ring = rings.kv_ring
-    messages_state, tile_state, state = start(), start(), start()
+    tile_state, state = start(), start()
     has_values = False  # the first step of all has none
-    work = receive_tile(rings.messages, messages_state, FEATURES=FEATURES, WARPS=WARPS)
+    work, parts, messages_state = receive_first(rings.messages, HAS_PARTS, FEATURES=FEATURES)
     while work.start != END:
         sign = sign_of_keys(work, call, FEATURES=FEATURES, TILE=TILE)
-        for _ in range(work.last + 1 - work.first):
+        head_k, _ = key_head(work.head, FEATURES, TILE=TILE)
+        keys = seen_keys(work, call, FEATURES=FEATURES)
+        key = key_block(work, 0, call, FEATURES, TILE) * N + key_in_block
+        ahead = 0, 0
+        if HAVE_SCALES:
+            ahead = look_up_rows(key, table.page_size, work=work, keys=keys, table=table)
+        for i in range(work.last + 1 - work.first):
             wait_empty(kv_ring, state)
+            if HAVE_SCALES:
+                rows = rows_of(ahead, key, keys=keys, table=table)
+                copy_scales(kv_ring, state, scales, head_k=head_k, rows=rows)
+                key = key_block(work, i + 1, call, FEATURES, TILE) * N + key_in_block
+                ahead = look_up_rows(key, table.page_size, work=work, keys=keys, table=table)
             k_tile = kv_ring.k.index(state.stage)
             tile_state = convert_tile(staged, tile_state, k_tile, sign, TILE)
             if has_values:
                 v_tile = kv_ring.v.index(state.stage)
                 tile_state = convert_tile(staged, tile_state, v_tile, 0, TILE)
-            hand_on(kv_ring, state)
+            hand_on(kv_ring, state, HAVE_SCALES)
             state = advance(state, TILE.STAGES)
             has_values = True
-        messages_state = advance(messages_state, 2)
-        work = receive_tile(rings.messages, messages_state, FEATURES=FEATURES, WARPS=WARPS)
+        work, parts, messages_state = receive_part(
+            rings.messages, messages_state, work, parts, HAS_PARTS, FEATURES
+        )
     if has_values:
         wait_empty(kv_ring, state)
         convert_tile(staged, tile_state, kv_ring.v.index(state.stage), 0, TILE)
-        hand_on(kv_ring, state)
+        hand_on(kv_ring, state, HAVE_SCALES)
 
 
 @gluon.jit
-def hand_on(kv_ring, state):
-    """Says that a stage is full."""
+def hand_on(kv_ring, state, HAVE_SCALES: gl.constexpr):
+    """Says that a stage is full; of scales, each thread when its own have landed."""
+    if HAVE_SCALES:
+        async_copy.mbarrier_arrive(kv_ring.full.index(state.stage), increment_count=False)
     fence_async_shared()  # what threads wrote, before wgmma reads it
     mbarrier.arrive(kv_ring.full.index(state.stage), count=1)
 
@@ -115,39 +144,45 @@ def stage_tile(staged, state, sources, block, WHICH: gl.constexpr, exists, TILE:
 
 
 @gluon.jit
+def copy_scales(kv_ring, state, scales, head_k, rows):
+    """Starts to copy the scales of a block's rows, where each has its own."""
+    if scales.k_row is not None:
+        copy_row_scales(k_rows(scales), kv_ring.k_scales.index(state.stage), head_k, rows=rows)
+    if scales.v_row is not None:
+        copy_row_scales(v_rows(scales), kv_ring.v_scales.index(state.stage), head_k, rows=rows)
+
+
+@gluon.jit
+def seen_keys(work, call, FEATURES: gl.constexpr):
+    """Keys from the first that some row of a tile sees on: scales of no others are read."""
+    lengths = lengths_in(work, call, FEATURES=FEATURES)
+    first = 0
+    if FEATURES.LEFT:
+        first = gl.maximum(work.start + lengths.diagonal - call.numbers.left, 0)
+    return SeenKeys(first, lengths.seqlen_k, piece=0, stop=0)
+
+
+@gluon.jit
 def sign_of_keys(work, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
     """What words of keys, of e4m3 or of 16 bits, are xored with: K's scale joins that of scores, a
     factor of the exponent that must be positive, and its sign joins K.
     """
-    if call.optionals.scales.k is None:
+    if call.optionals.scales.k is None or call.optionals.scales.k_row is not None:
         return 0
     else:
         NEGATIVE: gl.constexpr = -0x7FFF8000 if TILE.CACHE == "int8" else -0x7F7F7F80
-        scale = key_scale(work, call, FEATURES=FEATURES, TILE=TILE)
+        scale = scale_in(work, k_sequence_scale, call, FEATURES, TILE)
         return gl.where(scale < 0.0, NEGATIVE, 0)
 
 
 @gluon.jit
-def key_scale(work, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
-    """The scale of a tile's keys."""
-    scales = call.optionals.scales
-    return load_scale(scales.k, scales.k_batch, scales.k_head, work, call, FEATURES, TILE)
-
-
-@gluon.jit
-def value_scale(work, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
-    """The scale of a tile's values, and so of its output."""
-    scales = call.optionals.scales
-    return load_scale(scales.v, scales.v_batch, scales.v_head, work, call, FEATURES, TILE)
-
-
-@gluon.jit
-def load_scale(ptr, batch, head, work, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
-    """The scale of a tile's sequence and key head, whose strides are given; 1 without keys."""
+def scale_in(work, SCALE_OF: gl.constexpr, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
+    """The scale of a tile's keys, or of its values and so of its output, as `decode.scales` has it;
+    1 without keys.
+    """
     head_k, _ = key_head(work.head, FEATURES, TILE=TILE)
     has_keys = lengths_in(work, call, FEATURES=FEATURES).seqlen_k > 0
-    ptrs = ptr + gl.to_tensor(work.batch).to(gl.int64) * batch + head_k * head
-    return gl.load(ptrs, mask=has_keys, other=1.0)
+    return SCALE_OF(call.optionals.scales, work.batch, head_k, has_keys)
 
 
 @gluon.jit
@@ -155,10 +190,11 @@ def unit_of_keys(work, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
     """The unit of a tile's scores: K's scale without its sign, or 1. Never 0, as a hidden score is
     -inf: a number so small that all others become equal.
     """
-    if TILE.CACHE == "" or call.optionals.scales.k is None:
+    scales = call.optionals.scales
+    if TILE.CACHE == "" or scales.k is None or scales.k_row is not None:
         return 1.0
     else:
-        scale = key_scale(work, call, FEATURES=FEATURES, TILE=TILE)
+        scale = scale_in(work, k_sequence_scale, call, FEATURES, TILE)
         return gl.where(scale == 0.0, TINY, gl.abs(scale))
 
 

@@ -7,8 +7,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ...common.lengths import for_all_lengths
+from ..decode.scales import have_scales, room_for_scales
 from ..layouts import shared
-from ..pipeline import make_kv_ring, make_ring
+from ..pipeline import KVRing, make_kv_ring, make_ring
 from ..work import KernelCall
 from .convert import convert_partition
 from .epilogue import Output
@@ -42,7 +43,16 @@ def hopper_eight_bit_fwd_kernel(
     D: gl.constexpr = TILE.BLOCK_D
     OUT: gl.constexpr = OUT_COLUMNS
     staged = make_ring(gl.int8, [N, D], shared(N, D, dtype=gl.int8), TILE.STAGED, 1, 1)
-    kv_ring = make_kv_ring(dtype, [N, D], [N, D], TILE.STAGES, 2 * 128)  # `release_by_threads`
+    scales = optionals.scales
+    # The convert warps' threads arrive, too, when scales that they copy have landed
+    FULL: gl.constexpr = 1 + 128 * have_scales(scales.k_row, scales.v_row)
+    THREADS: gl.constexpr = 2 * 128  # see `release_by_threads`
+    kv_ring = make_kv_ring(dtype, [N, D], [N, D], TILE.STAGES, THREADS, 1, FULL)
+    k_scales = room_for_scales(scales.k_row, TILE.STAGES, N)
+    v_scales = room_for_scales(scales.v_row, TILE.STAGES, N)
+    kv_ring = KVRing(
+        kv_ring.k, kv_ring.v, kv_ring.full, kv_ring.empty, k_scales=k_scales, v_scales=v_scales
+    )
     messages = make_tile_messages(3, FEATURES)
     q_layout: gl.constexpr = shared(M, D, dtype=dtype)
     q_0 = make_ring(dtype, [M, D], q_layout, TILE.Q_STAGES, 1, 128)

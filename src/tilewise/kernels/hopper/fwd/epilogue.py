@@ -12,13 +12,14 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ....tile.softmax import finish, load_sink
 from ..compat import tma_store
+from ..decode.scales import v_sequence_scale
 from ..layouts import row_of
 from ..pieces import TMA_UNIT
 from ..pipeline import make_barrier
 from ..rescale import rounded_off
 from ..tma import store_ragged
 from ..work import key_head
-from .convert import value_scale
+from .convert import scale_in
 from .parts import is_written, leave_state, state_so_far
 from .rows import head_of_row, query_of_row
 from .varlen import place_in, rows_in
@@ -100,7 +101,7 @@ def write_rows(
     out = acc_o * rescale[:, None]  # (64, BLOCK_DV)
     if TILE.CACHE != "":
         if call.optionals.scales.v is not None:
-            out = out * value_scale(work, call, FEATURES=FEATURES, TILE=TILE)
+            out = out * scale_in(work, v_sequence_scale, call, FEATURES, TILE)
     store_rows(out, q_idx, work, output, parity, WG, FEATURES, TILE)
 
 

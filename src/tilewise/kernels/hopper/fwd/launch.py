@@ -268,7 +268,7 @@ def plan_for(
         PAGE=min(page_size, block_n),
     )
     if kept:
-        tile = with_staged(tile, kept, of_o)
+        tile = with_staged(tile, kept, of_o, cache.scales)
     if shared_memory(tile, of_o) > SHARED_MEMORY["sm90"]:
         tile = tile._replace(Q_STAGES=1)
     if block_n == 128 and pack == 1 and has_tiles(extras.bias, q):  # a slot of Q less makes room
@@ -293,10 +293,12 @@ def plan_for(
     return Plan(features, tile, in_shared(dtypes, blocks))
 
 
-def with_staged(tile: Pipeline, kept: str, out_columns: int) -> Pipeline:
+def with_staged(tile: Pipeline, kept: str, out_columns: int, scales: Scales | None) -> Pipeline:
     """A tile over a cache of 8 bits, which waits in as many tiles as there is room for."""
     tile = tile._replace(CACHE=kept, Q_STAGES=1)
+    of_rows = 0 if scales is None else (scales.k_row is not None) + (scales.v_row is not None)
     room = SHARED_MEMORY["sm90"] - shared_memory(tile, out_columns)
+    room -= of_rows * 4 * tile.STAGES * tile.BLOCK_N
     return tile._replace(STAGED=min(room // (tile.BLOCK_N * tile.BLOCK_D), MOST_STAGED))
 
 

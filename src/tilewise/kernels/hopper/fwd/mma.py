@@ -35,8 +35,16 @@ from ..row_max import integers_suffice
 from ..work import END, KernelCall, key_block
 from .epilogue import write_tile
 from .pairs import from_pairs
-from .parts import TileParts, has_more, part_of, parts_of
-from .scores import dropout, open_rows, prefetch_bias, scale_of, to_scores
+from .parts import TileParts, has_more, part_of, parts_of, receive_part
+from .scores import (
+    dropout,
+    open_rows,
+    prefetch_bias,
+    scale_of,
+    scale_scores,
+    scales_of_values,
+    to_scores,
+)
 from .varlen import lengths_in, receive_tile, rows_in
 
 
@@ -111,7 +119,8 @@ def attend_partition(
     tile = open_rows(work, rows, call=call, FEATURES=FEATURES, TILE=TILE)
     n_block = key_block(work, 0, call=call, FEATURES=FEATURES, TILE=TILE)
     bias = prefetch_bias(tile, n_block, call=call, FEATURES=FEATURES, TILE=TILE)
-    s = warpgroup_mma_wait(0, deps=[pending_s])
+    s = scale_scores(warpgroup_mma_wait(0, deps=[pending_s]), kv_ring, state, call, TILE)
+    v_scales = scales_of_values(kv_ring, state, call, TILE)
     bias = copied_bias(bias, rings.bias, WG=WG, parity=0, pred=has_tile, TILE=TILE)
     if has_tile:
         release_by_threads(kv_ring, state)
@@ -121,7 +130,9 @@ def attend_partition(
     scale = scale_of(tile, call, FEATURES=FEATURES, TILE=TILE)
     exponent = in_exponent(no_max, m_i, scale=scale, FEATURES=FEATURES)
     p, alpha = exponentials(s, exponent.m_before, exponent.m_i, exponent.factor, True)
-    step = softmax_step(p, m_i, alpha, no_sums, tile, n_block, call, dtype, FEATURES, TILE)
+    step = softmax_step(
+        p, m_i, alpha, no_sums, v_scales, tile, n_block, call, dtype, FEATURES, TILE
+    )
     if EARLY:
         wait_full(kv_ring, state, pred=split.blocks > 1)
 
@@ -159,12 +170,14 @@ def attend_partition(
         n_block = key_block(upcoming, 0, call=call, FEATURES=FEATURES, TILE=TILE)
         bias = prefetch_bias(tile, n_block, call=call, FEATURES=FEATURES, TILE=TILE)
         s = warpgroup_mma_wait(len(pending_o), deps=[pending_s])
+        s = scale_scores(s, kv_ring, k_state, call, TILE)
         bias = copied_bias(bias, rings.bias, WG, parity_of(state, STAGES), goes_on, TILE)
         s, m_i = to_scores(
             s, bias, tile, 0, n_block, no_max, None, call, dtype, True, FEATURES, TILE
         )
         release_bias(rings.bias, WG, TILE=TILE)
         acc_o = wait_for_columns(pending_o)
+        v_scales = scales_of_values(kv_ring, k_state, call, TILE)
         if UNEVEN:
             for _ in range(split.masked):
                 release_by_threads(kv_ring, state)
@@ -174,7 +187,9 @@ def attend_partition(
         next_scale = scale_of(tile, call, FEATURES=FEATURES, TILE=TILE)
         exponent = in_exponent(no_max, m_i, scale=next_scale, FEATURES=FEATURES)
         p, alpha = exponentials(s, exponent.m_before, exponent.m_i, exponent.factor, True)
-        begun = softmax_step(p, m_i, alpha, no_sums, tile, n_block, call, dtype, FEATURES, TILE)
+        begun = softmax_step(
+            p, m_i, alpha, no_sums, v_scales, tile, n_block, call, dtype, FEATURES, TILE
+        )
         l_i = whole_sums(step.l_i, row_of(S_LAYOUT))
         parity = parity_of(q_state, TILE.Q_STAGES) ^ 1  # of this tile; q_state is the next one's
         write_tile(joined(acc_o, DV), step.m_i, l_i, work, output, call, parity, WG, FEATURES, TILE)
@@ -225,6 +240,7 @@ def attend_block(
     bias = prefetch_bias(tile, n_block, call=call, FEATURES=FEATURES, TILE=TILE)
     by_integers = integers_suffice(step.m_i, THRESHOLD)  # a vote, before the wait for S
     s = warpgroup_mma_wait(len(pending_o), deps=[pending_s])
+    s = scale_scores(s, kv_ring, state, call, TILE)
     bias = copied_bias(bias, rings.bias, WG, parity_of(state, STAGES), True, TILE)
     if TILE.Q_STAGES == 1:
         if i + 1 == query.last_blocks:
@@ -243,6 +259,7 @@ def attend_block(
     if EARLY:
         wait_full(kv_ring, advance(state, STAGES), pred=i + 1 < query.blocks)
     acc_o = wait_for_columns(pending_o)
+    v_scales = scales_of_values(kv_ring, state, call, TILE)
     release_by_threads(kv_ring, state)
     state = advance(state, STAGES)
     if not PINNED:
@@ -254,7 +271,9 @@ def attend_block(
         p = exponentials_in(s, m_ref, factor, 1, 4, False, FEATURES.NATURAL)
     else:
         p, _ = exponentials(s, m_before, m_new=m_ref, exp_scale=factor, MASKED=True)
-    step = softmax_step(p, m_i, alpha, step.l_i, tile, n_block, call, dtype, FEATURES, TILE)
+    step = softmax_step(
+        p, m_i, alpha, step.l_i, v_scales, tile, n_block, call, dtype, FEATURES, TILE
+    )
     return step, acc_o, state
 
 
@@ -269,23 +288,6 @@ def leave_queries(q_ring, query, HAS_PARTS: gl.constexpr, TILE: gl.constexpr):
             release_by_threads(q_ring, q_state)
         q_state = advance(q_state, TILE.Q_STAGES)
     return q_state
-
-
-@gluon.jit
-def receive_part(messages, state, work, parts, HAS_PARTS: gl.constexpr, FEATURES: gl.constexpr):
-    """The next part of a tile, or the next tile, the parts that it is one of, and the state of the
-    messages.
-    """
-    if not HAS_PARTS:
-        return receive_tile(messages, state, FEATURES=FEATURES), parts, advance(state, 2)
-    else:
-        if has_more(parts):
-            parts = TileParts(parts.first, parts.last, parts.count, parts.part + 1)
-        else:
-            work = receive_tile(messages, state, FEATURES=FEATURES)
-            state = advance(state, 2)
-            parts = parts_of(work)
-        return part_of(work, parts), parts, state
 
 
 @gluon.constexpr_function
@@ -379,6 +381,7 @@ def softmax_step(
     m_i,
     alpha,
     l_i,
+    v_scales,
     tile,
     n_block,
     call,
@@ -387,5 +390,6 @@ def softmax_step(
     TILE: gl.constexpr,
 ):
     """The softmax of a block with exponentials p, after blocks with the sums l_i."""
-    dropped = dropout(p, tile, n_block, call, dtype, FEATURES, TILE)
+    weighed = p * v_scales if TILE.CACHE != "" else p
+    dropped = dropout(weighed, tile, n_block, call, dtype, FEATURES, TILE)
     return BlockSoftmax(dropped, m_i, add_sums(l_i, alpha, row_sums(p)))

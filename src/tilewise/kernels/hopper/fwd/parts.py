@@ -24,8 +24,9 @@ from ..compat import barrier
 from ..layouts import column_of, row_of
 from ..operands import row_factor
 from ..pieces import in_pieces
+from ..pipeline import advance, start
 from .rows import head_of_row, query_of_row
-from .varlen import Ragged, open_in_batch
+from .varlen import Ragged, open_in_batch, receive_tile
 
 FEWEST_BLOCKS = gl.constexpr(6)  # of a part, where there are several
 FOLDED = gl.constexpr(1)  # a state, with that of the parts before
@@ -115,6 +116,33 @@ def part_of(work, tile):
 
 
 @gluon.jit
+def receive_first(messages, HAS_PARTS: gl.constexpr, FEATURES: gl.constexpr):
+    """The first tile, or part of one, and what `receive_part` gives beside it."""
+    work, parts = receive_tile(messages, start(), FEATURES=FEATURES), TileParts(0, 0, 0, 0)
+    if HAS_PARTS:
+        parts = parts_of(work)
+        work = part_of(work, parts)
+    return work, parts, advance(start(), 2)
+
+
+@gluon.jit
+def receive_part(messages, state, work, parts, HAS_PARTS: gl.constexpr, FEATURES: gl.constexpr):
+    """The next part of a tile, or the next tile, the parts that it is one of, and the state of the
+    messages.
+    """
+    if not HAS_PARTS:
+        return receive_tile(messages, state, FEATURES=FEATURES), parts, advance(state, 2)
+    else:
+        if has_more(parts):
+            parts = TileParts(parts.first, parts.last, parts.count, parts.part + 1)
+        else:
+            work = receive_tile(messages, state, FEATURES=FEATURES)
+            state = advance(state, 2)
+            parts = parts_of(work)
+        return part_of(work, parts), parts, state
+
+
+@gluon.jit
 def state_so_far(acc_o, m_i, l_i, work, parts, WG: gl.constexpr, TILE: gl.constexpr):
     """The state of a warpgroup's rows after a part, and after those before if it is folded."""
     LAYOUT: gl.constexpr = acc_o.type.layout
@@ -190,7 +218,7 @@ def fold_parts_kernel(
     inside = exists[:, None] & (columns < FEATURES.HEADDIM_V)[None, :]
     acc_o = state.acc_o * rescale[:, None]
     if TILE.CACHE != "":
-        if scales.v is not None:
+        if scales.v is not None and scales.v_row is None:
             has_keys = exists & (state.m_i != float("-inf"))
             acc_o = acc_o * row_scales(scales, batch, heads, has_keys, FEATURES)[:, None]
     rounded = acc_o.to(out.ptr.dtype.element_ty)

@@ -88,6 +88,27 @@ def prefetch_bias(tile, n_block, call, FEATURES: gl.constexpr, TILE: gl.constexp
 
 
 @gluon.jit
+def scale_scores(s, kv_ring, state, call, TILE: gl.constexpr):
+    """S of a block times the scales of its keys, if each row of a cache of 8 bits has its own."""
+    if TILE.CACHE != "":
+        if call.optionals.scales.k_row is not None:
+            s = s * kv_ring.k_scales.index(state.stage).load(column_of(s.type.layout))[None, :]
+    return s
+
+
+@gluon.jit
+def scales_of_values(kv_ring, state, call, TILE: gl.constexpr):
+    """The scales of a block's values, (1, BLOCK_N), if each row has its own; else 1. They have the
+    stage of its keys.
+    """
+    if TILE.CACHE == "" or call.optionals.scales.v_row is None:
+        return 1.0
+    else:
+        COLUMNS: gl.constexpr = column_of(accumulator(TILE.BLOCK_N))
+        return kv_ring.v_scales.index(state.stage).load(COLUMNS)[None, :]
+
+
+@gluon.jit
 def to_scores(
     qk,
     bias,
