@@ -3,24 +3,20 @@
 import collections
 import gc
 import itertools
-from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.hopper_gradients import BF16, gradients, like, problem_of
 from helpers.tiers import every, sample, sample_rows
 
 import tilewise
 from gluon_emulator.hopper.emulate import Rebinder
-from tilewise.kernels.common import program
-from tilewise.kernels.common.arguments import sizes_of
-from tilewise.kernels.hopper.bwd import hidden, kernels, mma, plan, queue, work_tile
+from tilewise.kernels.hopper.bwd import hidden, mma, plan, queue, work_tile
 from tilewise.problem import Extras, Scalars, describe
 from tilewise.testing import use_emulator
 from tilewise.testing.cases import Case, Features, Sizes
 from tilewise.testing.run import run_case
 
-CPU = torch.device("cpu")
-BF16 = torch.bfloat16
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 needs_hopper = pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU")
 SEEDS = sample(range(12), 0)
@@ -52,12 +48,6 @@ VARIANTS = {
 }
 
 
-def problem_of(headdim, headdim_v=0, deterministic=False, extras=None, **scalars):
-    q, v = torch.empty(1, 8, 2, headdim, dtype=BF16), torch.empty(1, 8, 2, headdim_v or headdim)
-    scalars = Scalars(**{"scale": 0.1, **scalars})
-    return describe(q, q, v, extras or Extras(), scalars, "bottom_right", deterministic)
-
-
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", every(2, VARIANTS))
 def test_any_order_of_events(name, seed):
@@ -65,85 +55,6 @@ def test_any_order_of_events(name, seed):
     records = run_case(VARIANTS[name], "hopper", "cpu", BF16, seed)
     failures = [str(record) for record in records if not record.verdict.ok]
     assert not failures, "\n".join(failures)
-
-
-@pytest.fixture
-def counted(monkeypatch):
-    """The launches that convert dQ: the counts that they find, and the keys of a tile."""
-    found, start = [], program.Launch.start
-
-    def started(launch, values, device):
-        if launch.kernel is kernels.hopper_bwd_dq_kernel:
-            assert launch.options["launch_pdl"] and launch.constants["IS_EARLY"]
-            counts = values["dq_semaphore"].clone()
-            found.append((counts, launch.constants["TILE"].BLOCK_N))
-        return start(launch, values, device)
-
-    monkeypatch.setattr(program.Launch, "start", started)
-    return found
-
-
-def has_own_dq(problem, q):
-    return plan.has_own_dq(problem, q, sizes=sizes_of(q, q, Extras()))
-
-
-def test_headdim_256_has_a_kernel_for_dq():
-    """There is no sum in memory then, and no order of sums."""
-    q = torch.empty(1, 256, 2, 256)
-    assert has_own_dq(problem_of(256, deterministic=True), q)
-    for features in (dict(nheads_k=1), dict(is_packed=True), dict(has_seqused_k=True)):
-        assert has_own_dq(problem_of(256, left=10)._replace(**features), q)
-    tile = plan.plan_of(problem_of(256, deterministic=True), True, has_dq=False).tile
-    assert not tile.HAS_DQ and not tile.ORDERED
-    for problem in (
-        problem_of(256, 192),
-        problem_of(192, 256),
-        problem_of(256)._replace(has_dropout=True),
-        problem_of(256, softcap=3.0),
-        problem_of(256)._replace(has_alibi=True),
-    ):
-        assert not has_own_dq(problem, q)
-
-
-@pytest.mark.parametrize(("right", "least"), [(-1, 119), (0, 330)])
-def test_a_kernel_for_dq_has_enough_tiles(right, least, monkeypatch):
-    """More where some are longer."""
-    monkeypatch.setattr(plan, "num_sms", lambda device: 132)
-    problem = problem_of(256, right=right)._replace(nheads=1, nheads_k=1)
-    for tiles in (least - 1, least):
-        q = SimpleNamespace(shape=(1, 128 * tiles, 1, 256), device=torch.device("cuda"))
-        assert has_own_dq(problem, q) == (tiles == least)
-
-
-COUNTED = list(itertools.product(range(2), ("groups", "unseen-keys", "three-quarters", "wide")))
-
-
-@pytest.mark.parametrize("seed, name", sample_rows(COUNTED, *COUNTED[0:4:2], *COUNTED[5::2]))
-def test_tiles_are_counted(name, seed, counted):
-    """In any order of events the head of each key has its tiles when dQ is converted."""
-    case = VARIANTS[name]
-    run_case(case, "hopper", "cpu", BF16, seed)
-    sizes = case.sizes
-    assert counted
-    for counts, block_n in counted:
-        heads = sizes.batch * sizes.nheads
-        of_keys = counts.flatten()[: heads : sizes.nheads // sizes.nheads_k]
-        assert (of_keys == -(-sizes.seqlen_k // block_n)).all()
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_tiles_of_packed_sequences_are_counted(causal, counted):
-    """At the first block of each sequence that has queries."""
-    queries, keys, firsts = (70, 0, 200), (130, 40, 300), (0, 1, 2)  # a block is of one sequence
-    q = torch.randn(sum(queries), 4, 64, dtype=BF16)
-    k, v = (torch.randn(sum(keys), 2, 64, dtype=BF16) for _ in "kv")
-    starts = (torch.tensor([0, *lengths]).cumsum(0).int() for lengths in (queries, keys))
-    options = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), starts))
-    with use_emulator():
-        gradients(q, k, v, max_seqlen_q=200, max_seqlen_k=300, causal=causal, **options)
-    ((counts, _),) = counted
-    for rows, tiles, first in zip(queries, (2, 1, 3), firsts):
-        assert rows == 0 or counts[0, ::2, first, 0].tolist() == [tiles, tiles]
 
 
 @pytest.mark.parametrize("left, right", [(256, 0), (100, 0), (70, 30)])
@@ -185,16 +96,6 @@ def test_long_tiles_of_a_causal_head_begin_at_different_blocks(
     assert [found[n] for n in sorted(found)] == begins
 
 
-def test_programs_leave_sms_to_the_conversion_of_dq(monkeypatch):
-    """More where queries see few keys, and none where programs have few tiles."""
-    monkeypatch.setattr(queue, "num_sms", lambda device: 132)
-    monkeypatch.setattr(queue, "programs_of", lambda tiles, device: min(tiles, 132))
-    keys = 256, 512, 1024, 2048, 4096, 8192
-    programs = [queue.programs_beside_dq(2048, x, torch.device("cuda")) for x in keys]
-    assert programs == [119, 124, 128, 130, 131, 132]
-    assert queue.programs_beside_dq(1000, 256, torch.device("cuda")) == 132
-
-
 @pytest.mark.parametrize(("deterministic", "mixed"), [(False, 4), (True, 1)])
 def test_query_heads_that_share_keys_count_once(deterministic, mixed):
     """As a tile visits one after the other. Ordered additions count them all."""
@@ -202,17 +103,6 @@ def test_query_heads_that_share_keys_count_once(deterministic, mixed):
     scalars = Scalars(scale=0.1, right=0)
     problem = describe(q, k, k, Extras(), scalars, "bottom_right", deterministic)
     assert queue.heads_per_l2_group(problem, q) == mixed
-
-
-def gradients(q, k, v, dout=None, **options):
-    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-    out = tilewise.attention(*inputs, backend="hopper", **options)
-    return torch.autograd.grad(out, inputs, like(out) if dout is None else dout)
-
-
-def like(out):
-    generator = torch.Generator(out.device).manual_seed(1)
-    return torch.randn(out.shape, device=out.device, generator=generator).to(out.dtype)
 
 
 ORDERED = itertools.product([False, "bottom_right", "top_left"], [64, 192, 256])
@@ -283,52 +173,6 @@ def test_same_bits_1000_times(headdim):
         again = gradients(q, k, v, causal=True, deterministic=True)
         differ |= torch.stack([(a != b).any() for a, b in zip(first, again)]).any()
     assert not differ.item()
-
-
-@pytest.mark.gpu
-@needs_hopper
-@pytest.mark.parametrize(("headdim", "nheads_k"), [(64, 2), (96, 4), (128, 4), (192, 4), (256, 4)])
-def test_dq_is_converted_when_all_its_tiles_have_added(headdim, nheads_k):
-    """While another stream occupies SMs, in memory that held NaN."""
-    torch.manual_seed(0)
-    shapes = (5, 777, 4), (5, 1001, nheads_k), (5, 1001, nheads_k)
-    q, k, v = (torch.randn(*x, headdim, device="cuda", dtype=BF16) for x in shapes)
-    v = v[..., :128] if headdim == 192 else v
-    first = gradients(q, k, v, causal=True)[0].float()
-    noise, other = torch.randn(2048, 2048, device="cuda"), torch.cuda.Stream()
-    worst = torch.zeros((), device="cuda")
-    for repeat in range(150):
-        if repeat % 7 == 0:
-            with torch.cuda.stream(other):
-                noise @ noise
-        torch.full((5, 1024, 4, 256), float("nan"), device="cuda")
-        error = (gradients(q, k, v, causal=True)[0].float() - first).abs().max()
-        worst = torch.maximum(worst, error.nan_to_num(nan=float("inf")))
-    assert worst.item() <= first.abs().max().item() * 2**-7
-
-
-@pytest.mark.gpu
-@needs_hopper
-@pytest.mark.parametrize("nheads_k", [8, 4, 1])
-@pytest.mark.parametrize(
-    "features",
-    [dict(causal=False), dict(causal=True), dict(causal=True, window=(300, 0))],
-    ids=["full", "causal", "window"],
-)
-def test_dq_by_a_kernel_of_its_own(features, nheads_k):
-    """Of as many tiles as it takes, while another stream occupies SMs: the same bits each time."""
-    case = Case("q", Sizes(16, 777, 1001, 8, nheads_k, 256), Features(**features))
-    assert all(x.verdict.ok for x in run_case(case, "hopper", "cuda", BF16))
-    shapes = (777, 8), (1001, nheads_k), (1001, nheads_k)
-    q, k, v = (torch.randn(16, *x, 256, device="cuda", dtype=BF16) for x in shapes)
-    assert has_own_dq(problem_of(256)._replace(nheads=8, nheads_k=nheads_k), q)
-    first = gradients(q, k, v, **features)
-    noise, other = torch.randn(2048, 2048, device="cuda"), torch.cuda.Stream()
-    for repeat in range(50):
-        if repeat % 7 == 0:
-            with torch.cuda.stream(other):
-                noise @ noise
-        assert all(map(torch.equal, first, gradients(q, k, v, **features)))
 
 
 @pytest.mark.gpu
