@@ -194,7 +194,6 @@ WIDE = {
     "frontend/attention.py": {"attention"},
     "distributed/api/attention.py": {"attention"},
     "frontend/flash_attn.py": {"flash_attn_func", "flash_attn_varlen_func"},
-    "frontend/flash_attn_packed.py": {"flash_attn_qkvpacked_func", "flash_attn_kvpacked_func"},
     "frontend/kv_cache.py": {"flash_attn_with_kvcache"},
     "reference.py": {"attention_reference"},
     "ops/attention.py": {"forward"},  # an autograd.Function's: every input is a parameter

@@ -2,38 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, Never
+from typing import Any
 
 import torch
 
 from ..errors import ArgumentError
-from ..keywords import refuses_others, unexpected
+from ..keywords import check_options, refuses_others
 from .checks import check_dims
 from .flash_attn import flash_attn_func, flash_attn_varlen_func
-from .scalars import Window
 
 Tensor = torch.Tensor
 
 
-@refuses_others("tilewise.flash_attn_qkvpacked_func")
-def flash_attn_qkvpacked_func(
-    qkv: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Window = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    *,
-    return_lse: bool = False,
-    learnable_sink: Tensor | None = None,
-    attention_chunk: int = 0,
-    num_splits: int = 0,
-    pack_gqa: bool | None = None,
-    **unknown: Never,
-):
+@refuses_others("tilewise.flash_attn_qkvpacked_func", passes_to=flash_attn_func)
+def flash_attn_qkvpacked_func(qkv: Tensor, *flags: Any, **options: Any):
     """`flash_attn_func` on q, k and v stacked in one tensor, which is read in place.
 
     Example:
@@ -43,8 +25,8 @@ def flash_attn_qkvpacked_func(
 
     Args:
         qkv: (batch, seqlen, 3, nheads, headdim).
-
-    The other arguments are those of `flash_attn_func`.
+        flags: the arguments of `flash_attn_func` from `dropout_p` on, by place.
+        options: the same by name; not those of FP8.
 
     Returns:
         out (batch, seqlen, nheads, headdim); lse is fp32 (batch, nheads, seqlen).
@@ -53,38 +35,13 @@ def flash_attn_qkvpacked_func(
         ArgumentError: an argument is wrong.
         NotImplementedError: no backend supports the call; the message has each backend's reason.
     """
-    if unknown:
-        raise unexpected("tilewise.flash_attn_qkvpacked_func", unknown)
-    scores: Any = {"softmax_scale": softmax_scale, "softcap": softcap, "dropout_p": dropout_p}
-    mask = {"causal": causal, "window_size": window_size, "attention_chunk": attention_chunk}
-    learned = {"alibi_slopes": alibi_slopes, "learnable_sink": learnable_sink}
-    returned = {"return_attn_probs": return_attn_probs, "return_lse": return_lse}
-    hints = {"deterministic": deterministic, "num_splits": num_splits, "pack_gqa": pack_gqa}
-    options = {**scores, **mask, **learned, **returned, **hints}
+    check_options("tilewise.flash_attn_qkvpacked_func", options)
     q, k, v = _unpack("qkv", qkv, parts=3)
-    return flash_attn_func(q, k, v=v, **options)
+    return flash_attn_func(q, k, v, *flags, **options)
 
 
-@refuses_others("tilewise.flash_attn_kvpacked_func")
-def flash_attn_kvpacked_func(
-    q: Tensor,
-    kv: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Window = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    *,
-    return_lse: bool = False,
-    learnable_sink: Tensor | None = None,
-    attention_chunk: int = 0,
-    num_splits: int = 0,
-    pack_gqa: bool | None = None,
-    **unknown: Never,
-):
+@refuses_others("tilewise.flash_attn_kvpacked_func", passes_to=flash_attn_func)
+def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *flags: Any, **options: Any):
     """`flash_attn_func` on k and v stacked in one tensor, which is read in place.
 
     Example:
@@ -96,8 +53,8 @@ def flash_attn_kvpacked_func(
     Args:
         q: (batch, seqlen_q, nheads, headdim).
         kv: (batch, seqlen_k, 2, nheads_k, headdim).
-
-    The other arguments are those of `flash_attn_func`.
+        flags: the arguments of `flash_attn_func` from `dropout_p` on, by place.
+        options: the same by name; not those of FP8.
 
     Returns:
         out (batch, seqlen_q, nheads, headdim); lse is fp32 (batch, nheads, seqlen_q).
@@ -106,16 +63,9 @@ def flash_attn_kvpacked_func(
         ArgumentError: an argument is wrong.
         NotImplementedError: no backend supports the call; the message has each backend's reason.
     """
-    if unknown:
-        raise unexpected("tilewise.flash_attn_kvpacked_func", unknown)
-    scores: Any = {"softmax_scale": softmax_scale, "softcap": softcap, "dropout_p": dropout_p}
-    mask = {"causal": causal, "window_size": window_size, "attention_chunk": attention_chunk}
-    learned = {"alibi_slopes": alibi_slopes, "learnable_sink": learnable_sink}
-    returned = {"return_attn_probs": return_attn_probs, "return_lse": return_lse}
-    hints = {"deterministic": deterministic, "num_splits": num_splits, "pack_gqa": pack_gqa}
-    options = {**scores, **mask, **learned, **returned, **hints}
+    check_options("tilewise.flash_attn_kvpacked_func", options)
     k, v = _unpack("kv", kv, parts=2)
-    return flash_attn_func(q, k, v=v, **options)
+    return flash_attn_func(q, k, v, *flags, **options)
 
 
 def flash_attn_varlen_qkvpacked_func(
