@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 import triton
+from helpers.sass import innermost_loops, spills_in
 from helpers.tiers import sample_rows
 
 from tilewise.explain.launches import build_launch
@@ -18,10 +19,10 @@ from tilewise.testing import SMEM_LIMIT, stats
 
 pytestmark = pytest.mark.compile
 
-# Bytes a thread may spill, by headdim. They are the matmul warps', as in calls of a batch; the load
-# warp, of 40 or 32 registers, spills none (Triton 3.6)
+# Bytes a thread spills at headdim 256 by Triton 3.6, as measured: where a program or a tile starts
+# or ends, and nowhere in the loops of products and of copies
 IS_MEASURED = triton.__version__.startswith("3.6.")
-SPILLS = {256: 32}
+SPILLS = {"causal": 16, "window": 36, "softcap": 48, "alibi": 32, "sinks": 16}
 FEATURES = {
     "full": {},
     "causal": dict(causal=True),
@@ -74,7 +75,13 @@ def test_the_load_warp_waits(headdim, name):
     # Lanes that have waited are together again where they copy
     assert not found["wgmma_serialized"] and not found["copies_apart"], found
     assert not found["idle_barriers"], found
-    assert found["spill_stores"] <= (SPILLS.get(headdim, 0) if IS_MEASURED else 840), found
+    if IS_MEASURED:
+        assert found["spill_stores"] <= (SPILLS.get(name, 0) if headdim == 256 else 0), found
+        products = innermost_loops(kernel, "HGMMA")[: found["warps"] // 4 - 1]  # one a warpgroup
+        copies = innermost_loops(kernel, "UTMALDG")[0]
+        assert not any(map(spills_in, (*products, copies)))
+    else:
+        assert found["spill_stores"] <= 840, found
 
 
 def test_a_wait_acquires_at_system_scope_and_fences_the_proxy_of_tma():

@@ -30,7 +30,7 @@ def count_blocks(work, FEATURES: gl.constexpr):
 @gluon.jit
 def counts_heads(FEATURES: gl.constexpr, TILE: gl.constexpr):
     """Whether the loop counts heads, also of one: what follows from a constant would be computed
-    before it and spilled, by wide tiles and with random numbers. Packed sequences spill less so.
+    before the loop, and wide tiles and random numbers would spill it, but for packed sequences.
     """
     is_wide = TILE.BLOCK_N == 64 and (FEATURES.NATURAL or FEATURES.MASK_MOD is not None)
     return FEATURES.GROUP > 1 or ((is_wide or FEATURES.DROPOUT) and not FEATURES.PACKED)
