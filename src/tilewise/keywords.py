@@ -117,38 +117,22 @@ CAVEATS = {
 
 ATTENTION = "tilewise.attention"
 
-OPEN_ENDED = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
-OF_FP8 = "q_descale", "k_descale", "v_descale", "out_dtype"
-
 _arguments: dict[str, list[str]] = {}  # of each function, by its public name
 
 
-def refuses_others(
-    name: str, passes_to: Callable[..., Any] | None = None
-) -> Callable[[Function], Function]:
+def refuses_others(name: str) -> Callable[[Function], Function]:
     """Decorates a public function that ends in `**unknown`, without a wrapper: its signature is
-    shown without that, and `unexpected` knows its arguments. One that ends in `*flags, **options`
-    `passes_to` another what that has from `dropout_p` on, but for what FP8 needs.
+    shown without that, and `unexpected` knows its arguments.
     """
 
     def register(function: Function) -> Function:
         signature = inspect.signature(function)
-        parameters = [x for x in signature.parameters.values() if x.kind not in OPEN_ENDED]
-        if passes_to is not None:
-            theirs = list(inspect.signature(passes_to).parameters.values())
-            first = [x.name for x in theirs].index("dropout_p")
-            parameters += [x for x in theirs[first:] if x.name not in OF_FP8]
+        parameters = [x for x in signature.parameters.values() if x.kind is not x.VAR_KEYWORD]
         function.__signature__ = signature.replace(parameters=parameters)  # pyright: ignore[reportFunctionMemberAccess]
         _arguments[name] = [x.name for x in parameters]
         return function
 
     return register
-
-
-def check_options(name: str, options: Iterable[str]) -> None:
-    """Refuses options that a function which passes them on does not take."""
-    if unknown := [x for x in options if x not in _arguments[name]]:
-        raise unexpected(name, unknown)
 
 
 def unexpected(name: str, unknown: Iterable[str]) -> TypeError:

@@ -2,19 +2,46 @@
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 
 from ..errors import ArgumentError
-from ..keywords import check_options, refuses_others
+from ..keywords import refuses_others, unexpected
 from .checks import check_dims
 from .flash_attn import flash_attn_func, flash_attn_varlen_func
 
 Tensor = torch.Tensor
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+OPEN_ENDED = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+_PARAMETERS = inspect.signature(flash_attn_func).parameters
+_NO_OPTIONS = {"q", "k", "v", "q_descale", "k_descale", "v_descale", "out_dtype"}  # FP8's are none
+OPTIONS = {name: x for name, x in _PARAMETERS.items() if name not in _NO_OPTIONS}
 
 
-@refuses_others("tilewise.flash_attn_qkvpacked_func", passes_to=flash_attn_func)
+def _shows_options(function: Function) -> Function:
+    """Decorates a function that ends in `*flags, **options`: its signature shows OPTIONS there."""
+    named = [x for x in inspect.signature(function).parameters.values() if x.kind not in OPEN_ENDED]
+    signature = inspect.Signature([*named, *OPTIONS.values()])
+    function.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]
+    return refuses_others(f"tilewise.{function.__name__}")(function)
+
+
+def _check_options(name: str, options: dict[str, Any]) -> None:
+    if unknown := [x for x in options if x not in OPTIONS]:
+        raise unexpected(f"tilewise.{name}", unknown)
+
+
+def _pass_on(
+    function: Callable[..., Any], inputs: tuple[Any, ...], flags: Any, options: dict[str, Any]
+) -> Any:
+    return function(*inputs, *flags, **options)
+
+
+@_shows_options
 def flash_attn_qkvpacked_func(qkv: Tensor, *flags: Any, **options: Any):
     """`flash_attn_func` on q, k and v stacked in one tensor, which is read in place.
 
@@ -25,8 +52,8 @@ def flash_attn_qkvpacked_func(qkv: Tensor, *flags: Any, **options: Any):
 
     Args:
         qkv: (batch, seqlen, 3, nheads, headdim).
-        flags: the arguments of `flash_attn_func` from `dropout_p` on, by place.
-        options: the same by name; not those of FP8.
+
+    The other arguments are those of `flash_attn_func`, but for those of FP8.
 
     Returns:
         out (batch, seqlen, nheads, headdim); lse is fp32 (batch, nheads, seqlen).
@@ -35,12 +62,11 @@ def flash_attn_qkvpacked_func(qkv: Tensor, *flags: Any, **options: Any):
         ArgumentError: an argument is wrong.
         NotImplementedError: no backend supports the call; the message has each backend's reason.
     """
-    check_options("tilewise.flash_attn_qkvpacked_func", options)
-    q, k, v = _unpack("qkv", qkv, parts=3)
-    return flash_attn_func(q, k, v, *flags, **options)
+    _check_options("flash_attn_qkvpacked_func", options)
+    return _pass_on(flash_attn_func, _unpack("qkv", qkv, parts=3), flags, options)
 
 
-@refuses_others("tilewise.flash_attn_kvpacked_func", passes_to=flash_attn_func)
+@_shows_options
 def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *flags: Any, **options: Any):
     """`flash_attn_func` on k and v stacked in one tensor, which is read in place.
 
@@ -53,8 +79,8 @@ def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *flags: Any, **options: Any)
     Args:
         q: (batch, seqlen_q, nheads, headdim).
         kv: (batch, seqlen_k, 2, nheads_k, headdim).
-        flags: the arguments of `flash_attn_func` from `dropout_p` on, by place.
-        options: the same by name; not those of FP8.
+
+    The other arguments are those of `flash_attn_func`, but for those of FP8.
 
     Returns:
         out (batch, seqlen_q, nheads, headdim); lse is fp32 (batch, nheads, seqlen_q).
@@ -63,9 +89,9 @@ def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *flags: Any, **options: Any)
         ArgumentError: an argument is wrong.
         NotImplementedError: no backend supports the call; the message has each backend's reason.
     """
-    check_options("tilewise.flash_attn_kvpacked_func", options)
+    _check_options("flash_attn_kvpacked_func", options)
     k, v = _unpack("kv", kv, parts=2)
-    return flash_attn_func(q, k, v, *flags, **options)
+    return _pass_on(flash_attn_func, (q, k, v), flags, options)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -94,8 +120,8 @@ def flash_attn_varlen_qkvpacked_func(
         NotImplementedError: no backend supports the call; the message has each backend's reason.
     """
     q, k, v = _unpack("qkv", qkv, parts=3, dim=1)
-    bounds = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
-    return flash_attn_varlen_func(q, k, v, *bounds, *flags, **options)
+    inputs = q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
+    return _pass_on(flash_attn_varlen_func, inputs, flags, options)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -135,8 +161,8 @@ def flash_attn_varlen_kvpacked_func(
         NotImplementedError: no backend supports the call; the message has each backend's reason.
     """
     k, v = _unpack("kv", kv, parts=2, dim=1)
-    bounds = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    return flash_attn_varlen_func(q, k, v, *bounds, *flags, **options)
+    inputs = q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    return _pass_on(flash_attn_varlen_func, inputs, flags, options)
 
 
 def _unpack(name: str, packed: Tensor, parts: int, dim: int = 2) -> tuple[Tensor, ...]:
