@@ -198,13 +198,15 @@ def test_graph(name, quick):
 @pytest.mark.gpu
 @needs_hopper
 def test_compiled(quick):
-    """A compiled model's calls are prepared once, too."""
+    """A compiled model's calls are prepared once, too: the second, as torch looks at what operators
+    do in the first one, by a dispatch mode.
+    """
     compiled = torch.compile(attend_plainly)
-    for repeat in range(3):
+    for repeat in range(4):
         q, k, v = tensors("cuda")
         sinks = torch.randn(NHEADS, device="cuda")
         check(compiled(q, k, v, sinks), q, k, v, sinks=sinks, causal=True)
-        assert len(quick) == repeat
+        assert len(quick) == max(repeat - 1, 0)
 
 
 def attend_plainly(q, k, v, sinks):
