@@ -110,7 +110,7 @@ def test_decoding_compiles(rows, headdim, page_size, name, monkeypatch):
 STATES = itertools.product((64, 128, 256), (64, 16), ("16 bits", "8 bits"))
 
 
-@pytest.mark.parametrize("headdim, page_size, kept", sample_rows(STATES, (128, 16, "16 bits")))
+@pytest.mark.parametrize("headdim, page_size, kept", sample_rows(STATES))
 def test_states_of_pieces_compile(headdim, page_size, kept):
     """They take no more than the fold of those pieces does."""
     options = {} if kept == "16 bits" else dict(kept=torch.int8, scales="head")
