@@ -1,6 +1,6 @@
 """Counts of the library's syntax that tests/structure/test_counters.py limits.
 
-python tests/helpers/counters.py  # what stands there now
+PYTHONPATH=tests python -m helpers.counters  # what stands there now
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2] / "src" / "tilewise"
+from .sources import FILES, nodes_of, text_of, tree_of
+
 FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 # Names of locals that do not say what they hold
 VAGUE = set(
@@ -20,14 +20,6 @@ VAGUE = set(
 NO_SUBJECT = re.compile(r"(The same|Those|That of|That |So many|Of |As it|Such )")
 # Classes with __call__, launch or again that only make the arguments of launches
 ONLY_ARGUMENTS = {"Packed"}
-
-
-def sources() -> dict[str, str]:
-    """The text of each file."""
-    return {
-        path.relative_to(ROOT).as_posix(): path.read_text("utf-8")
-        for path in sorted(ROOT.rglob("*.py"))
-    }
 
 
 def is_record(node: ast.ClassDef) -> bool:
@@ -57,12 +49,12 @@ def length(node: ast.FunctionDef) -> int:
 
 def count() -> dict[str, float]:
     """All counters by name."""
-    texts = sources()
+    texts = {name: text_of(name) for name in FILES}
     sizes = {name: text.count("\n") for name, text in texts.items()}
     total, calls, records = Counter(), Counter(), {"host": [], "device": []}
-    for name, text in texts.items():
+    for name in texts:
         half = "device" if name.startswith(("kernels/", "tile/")) else "host"
-        for node in ast.walk(ast.parse(text)):
+        for node in nodes_of(name):
             if isinstance(node, ast.Call):
                 stars = [x.value for x in node.args if isinstance(x, ast.Starred)]
                 calls[getattr(node.func, "id", getattr(node.func, "attr", ""))] += 1
@@ -103,11 +95,11 @@ def count() -> dict[str, float]:
         *("dispatchers", "launching classes"),
     ):
         counts[name] = total[name]
-    files, lines = imported("frontend/attention.py", texts)
+    files, lines = imported("frontend/attention.py")
     return counts | {"files attention() imports": files, "lines attention() imports": lines}
 
 
-def imported(start: str, texts: dict[str, str]) -> tuple[int, int]:
+def imported(start: str) -> tuple[int, int]:
     """Files that are imported where a file is, at the top of files, without __init__.py, and their
     lines.
     """
@@ -117,14 +109,14 @@ def imported(start: str, texts: dict[str, str]) -> tuple[int, int]:
         if name in reached:
             continue
         reached.add(name)
-        for node in ast.parse(texts[name]).body:
+        for node in tree_of(name).body:
             if isinstance(node, ast.ImportFrom) and node.level:
                 base = name.split("/")[: -node.level]
                 base += node.module.split(".") if node.module else []
                 for alias in node.names:
                     one, parent = "/".join([*base, alias.name]), "/".join(base)
-                    waiting += [x for x in (f"{one}.py", f"{parent}.py") if x in texts][:1]
-    return len(reached), sum(texts[x].count("\n") for x in reached)
+                    waiting += [x for x in (f"{one}.py", f"{parent}.py") if x in FILES][:1]
+    return len(reached), sum(text_of(x).count("\n") for x in reached)
 
 
 if __name__ == "__main__":

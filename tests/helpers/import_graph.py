@@ -1,6 +1,6 @@
 """The library's imports, read from its syntax: files, folders as rooms, floors.
 
-    python tests/helpers/import_graph.py  # the counts that test_structure.py states
+    PYTHONPATH=tests python -m helpers.import_graph  # the counts that test_structure.py states
 
 An import inside of a function is one like any other; what stands under TYPE_CHECKING is none.
 """
@@ -10,36 +10,29 @@ from __future__ import annotations
 import ast
 from functools import cache
 from graphlib import TopologicalSorter
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2] / "src" / "tilewise"
+from . import sources
+
 Graph = dict[str, set[str]]
+# Without .py. A folder whose name is no identifier holds no module
+FILES = [
+    name
+    for name in (x.removesuffix(".py") for x in sources.FILES)
+    if all(part.isidentifier() for part in name.split("/"))
+]
 
 
-def paths() -> dict[str, Path]:
-    """The files by their names below the package, without .py. A folder whose name is no
-    identifier holds no module.
-    """
-    found = {path.relative_to(ROOT).with_suffix(""): path for path in sorted(ROOT.rglob("*.py"))}
-    return {
-        name.as_posix(): path
-        for name, path in found.items()
-        if all(part.isidentifier() for part in name.parts)
+def statements(file: str) -> list:
+    """The imports of a file that take place."""
+    hidden = {
+        x
+        for node in sources.nodes_of(file)
+        if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
+        for part in node.body
+        for x in ast.walk(part)
     }
-
-
-FILES = paths()
-
-
-def statements(tree: ast.AST):
-    """The imports of a tree that take place."""
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            yield node
-        elif not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)):
-            yield from statements(node)
-        else:
-            yield from (x for part in node.orelse for x in statements(ast.Module([part], [])))
+    kinds = ast.Import | ast.ImportFrom
+    return [x for x in sources.nodes_of(file) if isinstance(x, kinds) and x not in hidden]
 
 
 def file_of(parts: list[str]) -> str | None:
@@ -52,8 +45,8 @@ def file_of(parts: list[str]) -> str | None:
 def imports(name: str, for_types: bool = False) -> set[str]:
     """The files that a file imports; with `for_types` those under TYPE_CHECKING, too."""
     folder, found = name.split("/")[:-1], set()
-    tree = ast.parse(FILES[name].read_text(encoding="utf-8"))
-    for node in ast.walk(tree) if for_types else statements(tree):
+    file = f"{name}.py"
+    for node in sources.nodes_of(file) if for_types else statements(file):
         if not isinstance(node, ast.Import | ast.ImportFrom):
             continue
         if isinstance(node, ast.Import):

@@ -6,9 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
+from helpers.sources import FILES, nodes_of
 from structure.test_public_paths import PUBLIC, load
-
-import tilewise
 
 DOCS = Path(__file__).parents[2] / "docs"
 SECTIONS = ["Example", "Args", "Returns", "Raises"]
@@ -83,9 +82,9 @@ def test_every_public_name_is_on_the_site():
 def test_docstrings_open_with_a_subject():
     """They say what a function or class is or does, not what the one before it does."""
     found = []
-    for path in sorted(Path(tilewise.__file__).parent.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+    for name in FILES:
+        for node in nodes_of(name):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 doc = ast.get_docstring(node)
-                found += [f"{path}:{node.lineno}"] if doc and NO_SUBJECT.match(doc) else []
+                found += [f"{name}:{node.lineno}"] if doc and NO_SUBJECT.match(doc) else []
     assert not found

@@ -2,19 +2,16 @@
 
 import ast
 import sys
-from pathlib import Path
 
 import pytest
 from helpers import import_graph
 from helpers.import_graph import files, rooms
+from helpers.sources import FILES, ROOT, nodes_of, tree_of
 
 import tilewise
 
-ROOT = Path(tilewise.__file__).parent
-FILES = {path.relative_to(ROOT).as_posix(): path for path in sorted(ROOT.rglob("*.py"))}
-TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
 EMULATOR = sorted((ROOT.parent / "gluon_emulator").rglob("*.py"))
-OF_LIBRARY = [x for x in TREES if not x.startswith(("testing/", "explain/", "cli/"))]
+OF_LIBRARY = [x for x in FILES if not x.startswith(("testing/", "explain/", "cli/"))]
 
 # From the outside in: a room imports from later ranks alone.
 RANKS = [
@@ -74,8 +71,8 @@ def test_the_library_does_not_measure():
     for name, others in files().items():
         if name.split("/")[0] not in ("explain", "cli"):
             assert not [x for x in others if x.startswith(("explain/", "cli/"))], name
-    for name, tree in TREES.items():
-        assert not {"benchmarks", "examples"} & packages(ast.walk(tree)), name
+    for name in FILES:
+        assert not {"benchmarks", "examples"} & packages(nodes_of(name)), name
 
 
 @pytest.mark.parametrize("folder", import_graph.folders())
@@ -126,11 +123,11 @@ def test_the_emulator_imports_nothing_of_the_library():
 
 def test_the_library_imports_the_emulator_where_a_kernel_runs():
     """Within functions, and in a module that is there for it."""
-    imports = {name: packages(import_graph.statements(tree)) for name, tree in TREES.items()}
+    imports = {x: packages(import_graph.statements(x)) for x in FILES}
     waits = {"kernels/hopper/fwd/runs.py", "kernels/hopper/fwd/transpose.py"}
     reach = {"emulation.py", "testing/hopper.py", *waits}
     assert {name for name, found in imports.items() if "gluon_emulator" in found} == reach
-    at_import = {name for name, tree in TREES.items() if "gluon_emulator" in packages(tree.body)}
+    at_import = {x for x in FILES if "gluon_emulator" in packages(tree_of(x).body)}
     assert at_import == {"testing/hopper.py"}
 
 
@@ -142,8 +139,8 @@ def test_triton_is_imported_where_kernels_are():
         *("kernels/common/building", "kernels/common/bwd_", "kernels/common/program"),
         *("mods/codegen.py", "tile/", "testing/", "tuning/search.py", "explain/workload.py"),
     )
-    for name, tree in TREES.items():
-        if "triton" in packages(tree.body):
+    for name in FILES:
+        if "triton" in packages(tree_of(name).body):
             assert name.startswith(where), name
 
 
@@ -163,12 +160,12 @@ LOADS = {
 CREATES = {"arange", "zeros", "full", "dot", "zeros_like", "full_like", "rand", "store"}
 
 
-@pytest.mark.parametrize("name", [name for name in TREES if name.startswith("tile/")])
+@pytest.mark.parametrize("name", [name for name in FILES if name.startswith("tile/")])
 def test_tile_functions_create_no_tensor(name):
     """That is what lets Triton, Gluon and the interpreter share them."""
     calls = {
         node.func.attr
-        for node in ast.walk(TREES[name])
+        for node in nodes_of(name)
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
         and isinstance(node.func.value, ast.Name)
@@ -186,7 +183,7 @@ def test_files_are_short():
 
 
 def test_files_open_with_their_idea():
-    assert not [name for name, tree in TREES.items() if not ast.get_docstring(tree)]
+    assert not [name for name in FILES if not ast.get_docstring(tree_of(name))]
 
 
 # Signatures that another library or a kernel's launch dictates.
@@ -206,23 +203,23 @@ WIDE = {
 
 
 def test_functions_take_twelve_parameters_at_most():
-    for name, tree in TREES.items():
-        for node in functions(tree):
+    for name in FILES:
+        for node in functions(name):
             a = node.args
             count = len(a.posonlyargs + a.args + a.kwonlyargs)
             if node.name not in WIDE.get(name, ()):
                 assert count <= 12, f"{name}: {node.name} takes {count}"
 
 
-def functions(tree: ast.AST) -> list:
+def functions(name: str) -> list:
     kinds = ast.FunctionDef | ast.AsyncFunctionDef
-    return [node for node in ast.walk(tree) if isinstance(node, kinds)]
+    return [node for node in nodes_of(name) if isinstance(node, kinds)]
 
 
 def test_users_meet_no_assert():
     """Wrong input is an ArgumentError with a remedy, and -O takes no check away."""
     for name in OF_LIBRARY:
-        for node in ast.walk(TREES[name]):
+        for node in nodes_of(name):
             assert not isinstance(node, ast.Assert), f"{name}:{node.lineno}"
 
 
@@ -234,7 +231,7 @@ def test_public_functions_show_an_example(public):
 
 def test_no_print_in_the_library():
     for name in OF_LIBRARY:
-        calls = [n for n in ast.walk(TREES[name]) if isinstance(n, ast.Call)]
+        calls = [n for n in nodes_of(name) if isinstance(n, ast.Call)]
         printed = [n.lineno for n in calls if isinstance(n.func, ast.Name) and n.func.id == "print"]
         assert not printed, f"{name}:{printed}"
 
@@ -245,8 +242,8 @@ TRACED = "frontend/", "ops/", "mods/flat", "distributed/api/", "faces", "cache",
 
 
 def test_what_a_compiler_traces_looks_at_no_frame():
-    for name, tree in TREES.items():
-        for function in functions(tree) if name.startswith(TRACED) else ():
+    for name in FILES:
+        for function in functions(name) if name.startswith(TRACED) else ():
             calls = [x.func for x in ast.walk(function) if isinstance(x, ast.Call)]
             names = {x.id for x in calls if isinstance(x, ast.Name)}
             assert not names & UNTRACEABLE, f"{name}: {function.name}"
