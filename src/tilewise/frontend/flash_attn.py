@@ -11,7 +11,7 @@ import torch
 
 from ..errors import ArgumentError, Words
 from ..features import refuse
-from ..kernels.common.quantized import Quantized
+from ..kernels.common.quantized import Quantized, Scales
 from ..keywords import refuses_others, unexpected
 from ..ops import context_parallel as shards
 from ..ops.calls import Entry, find
@@ -118,20 +118,10 @@ def flash_attn_func(
         raise unexpected("tilewise.flash_attn_func", unknown)
     inputs: tuple[Any, Any, Any] = q, k, v
     flags = causal, softcap, deterministic, return_attn_probs, return_lse, num_splits, pack_gqa
-    has_more = not (q_descale is k_descale is v_descale is out_dtype is None)
-    if shards.contexts and shards.is_sharded() and not (has_more or has_fp8(q)):
-        check_hints(num_splits, pack_gqa)
-        if attention_chunk:
-            raise NotImplementedError(
-                "attention_chunk inside tilewise.distributed.context_parallel: pass "
-                "mask_mod=tilewise.mods.chunked(size) to tilewise.attention"
-            )
-        extras = Extras(alibi_slopes, learnable_sink)
-        numbers = Numbers(softmax_scale, softcap, dropout_p, _flag(causal), window=window_size)
-        out, lse = _by_attention(inputs, extras, numbers=numbers, deterministic=deterministic)
-        return _returned(out, lse, return_attn_probs=return_attn_probs, return_lse=return_lse)
     entry, optional = None, (alibi_slopes, learnable_sink)
-    if not has_more and is_plain(dropout_p, attention_chunk):
+    has_more = not (q_descale is k_descale is v_descale is out_dtype is None)
+    is_sharded = shards.contexts and shards.is_sharded()
+    if not (has_more or is_sharded) and is_plain(dropout_p, attention_chunk):
         if torch.compiler.is_dynamo_compiling() and fits_node(inputs, window_size):
             scores: Any = {"softmax_scale": softmax_scale, "softcap": softcap, "causal": causal}
             learned = {"alibi_slopes": alibi_slopes, "learnable_sink": learnable_sink}
@@ -145,21 +135,15 @@ def flash_attn_func(
             out, lse = launch(entry.call, inputs, optional=optional, layout="bshd")
             return (out, lse, None) if return_attn_probs else (out, lse) if return_lse else out
     check_hints(num_splits, pack_gqa)
-    extras = Extras(alibi_slopes, learnable_sink)
-    numbers = Numbers(softmax_scale, softcap, dropout_p, causal=_flag(causal), window=window_size)
-    is_fp8 = has_more or k is None or v is None or has_fp8(q)
-    quantized = None
-    if is_fp8:
-        quantized = eight_bit_inputs(q, k, v, q_descale, k_descale, v_descale)
     out, lse = _attend(
         inputs,
-        extras,
-        numbers=numbers,
+        Extras(alibi_slopes, learnable_sink),
+        numbers=Numbers(softmax_scale, softcap, dropout_p, _flag(causal), window=window_size),
+        scales=Scales._make((q_descale, k_descale, v_descale)),
+        out_dtype=out_dtype,
         deterministic=deterministic,
         attention_chunk=attention_chunk,
         entry=entry,
-        quantized=quantized,
-        out_dtype=out_dtype,
     )
     return _returned(out, lse, return_attn_probs=return_attn_probs, return_lse=return_lse)
 
@@ -236,7 +220,6 @@ def flash_attn_varlen_func(
         raise ArgumentError("cu_seqlens_q and cu_seqlens_k say where sequences begin: pass both")
     inputs: tuple[Any, Any, Any] = q, k, v
     flags = causal, softcap, deterministic, return_attn_probs, return_lse, num_splits, pack_gqa
-    bounds = as_bound(max_seqlen_q), as_bound(max_seqlen_k)
     entry, optional = None, (alibi_slopes, learnable_sink, seqused_k, seqused_q)
     optional = *optional, cu_seqlens_q, cu_seqlens_k
     has_more = not (block_table is q_descale is k_descale is v_descale is out_dtype is None)
@@ -252,6 +235,7 @@ def flash_attn_varlen_func(
             options = {**scores, **learned, **returned, **hints, "window_size": window_size}
             options = {**options, **lengths, **used, **starts}
             return paths.traced("flash_attn_varlen_func", q=q, k=k, v=v, **options)
+        bounds = as_bound(max_seqlen_q), as_bound(max_seqlen_k)
         plain = "flash_attn_varlen", softmax_scale, *bounds, *flags
         entry, _ = find((*inputs, *optional), plain=plain, window=window_size, checks_values=True)
         if entry is not None and entry.call is not None:
@@ -259,63 +243,19 @@ def flash_attn_varlen_func(
             return (out, lse, None) if return_attn_probs else (out, lse) if return_lse else out
     check_bounds(max_seqlen_q, max_seqlen_k)
     check_hints(num_splits, pack_gqa)
-    extras = Extras(alibi_slopes, learnable_sink, seqused_k, seqused_q, cu_seqlens_q, cu_seqlens_k)
-    is_fp8 = not (q_descale is out_dtype is None) or k is None or v is None or has_fp8(q)
-    if block_table is None:  # pages have scales over 16-bit q, too
-        is_fp8 = is_fp8 or not (k_descale is v_descale is None)
-    numbers = Numbers(softmax_scale, softcap, dropout_p, causal=_flag(causal), window=window_size)
-    if block_table is not None and not is_fp8:
-        refuse("cached", seqused_q=seqused_q, dropout_p=dropout_p or None)
-        shards.refuse_shards()
-        chunk = check_chunk(attention_chunk)
-        numbers = numbers._replace(window=numbers.sides("window_size"))
-        out, lse = _by_attention(
-            with_contiguous_rows(zip("qkv", inputs)),
-            extras,
-            within_chunk(numbers, chunk),
-            page_table=block_table,
-            seqused_k=cu_seqlens_k.diff() if seqused_k is None else seqused_k,
-            cu_seqlens_q=cu_seqlens_q,
-            max_seqlen_q=longest_of(max_seqlen_q) or None,
-            k_descale=k_descale,
-            v_descale=v_descale,
-            mask_mod=chunk_of_cache(chunk) if chunk else None,
-        )
-    else:
-        quantized = None
-        if is_fp8:
-            refuse("fp8", block_table=block_table)
-            quantized = eight_bit_inputs(q, k, v, q_descale, k_descale, v_descale)
-        out, lse = _attend(
-            inputs,
-            extras,
-            numbers=numbers,
-            deterministic=deterministic,
-            attention_chunk=attention_chunk,
-            max_seqlen_q=max_seqlen_q,
-            entry=entry,
-            quantized=quantized,
-            out_dtype=out_dtype,
-        )
-    return _returned(out, lse, return_attn_probs=return_attn_probs, return_lse=return_lse)
-
-
-def _by_attention(
-    inputs: Sequence[Any], extras: Extras, numbers: Numbers, **arguments: Any
-) -> tuple[Tensor, Tensor]:
-    """`out` and `lse` of `attention` with these numbers and this ALiBi, in whatever context."""
-    q, k, v = inputs
-    results: Any = attention(
-        q,
-        k,
-        v=v,
-        alibi_slopes=extras.alibi_slopes,
-        sinks=extras.sinks,
-        **numbers._asdict(),
-        return_lse=True,
-        **arguments,
+    out, lse = _attend(
+        inputs,
+        Extras(alibi_slopes, learnable_sink, seqused_k, seqused_q, cu_seqlens_q, cu_seqlens_k),
+        numbers=Numbers(softmax_scale, softcap, dropout_p, _flag(causal), window=window_size),
+        scales=Scales._make((q_descale, k_descale, v_descale)),
+        out_dtype=out_dtype,
+        deterministic=deterministic,
+        attention_chunk=attention_chunk,
+        entry=entry,
+        max_seqlen_q=max_seqlen_q,
+        block_table=block_table,
     )
-    return results
+    return _returned(out, lse, return_attn_probs=return_attn_probs, return_lse=return_lse)
 
 
 def _attend(
@@ -323,27 +263,59 @@ def _attend(
     extras: Extras,
     *,
     numbers: Numbers,
+    scales: Scales,
+    out_dtype: torch.dtype | None,
     deterministic: bool,
     attention_chunk: int,
-    max_seqlen_q: Any = None,
     entry: Entry | None,
-    quantized: Quantized | None,
-    out_dtype: torch.dtype | None,
+    max_seqlen_q: Any = None,
+    block_table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`out` and `lse` of a call whose signature is new; `quantized` is what FP8 products read."""
-    if quantized is not None:
+    """`out` and `lse` of a call whose signature is new."""
+    q, k, v = inputs
+    is_fp8 = not (scales.q is out_dtype is None) or k is None or v is None or has_fp8(q)
+    has_scales = not (scales.k is scales.v is None)
+    if is_fp8 or (has_scales and block_table is None):  # pages have scales over 16-bit q, too
+        refuse("fp8", block_table=block_table)
+        quantized = eight_bit_inputs(q, k, v=v, scales=scales)
         check_flag("deterministic", deterministic)
         dropout_p = numbers.dropout_p or None
         refuse("fp8", dropout_p=dropout_p, attention_chunk=attention_chunk or None)
         return fp8.attend(
             quantized,
-            is_raw=not isinstance(inputs[0], Quantized),
+            is_raw=not isinstance(q, Quantized),
             extras=extras,
             numbers=numbers,
             max_seqlen_q=max_seqlen_q,
             out_dtype=out_dtype,
             words=WORDS,
         )
+    if block_table is not None:
+        refuse("cached", seqused_q=extras.seqused_q, dropout_p=numbers.dropout_p or None)
+        shards.refuse_shards()
+        chunk, used, starts = check_chunk(attention_chunk), extras.seqused_k, extras.cu_seqlens_k
+        if used is None and starts is not None:
+            used = starts.diff()
+        numbers = numbers._replace(window=numbers.sides("window_size"))
+        return _by_attention(
+            with_contiguous_rows(zip("qkv", inputs)),
+            extras,
+            within_chunk(numbers, chunk),
+            page_table=block_table,
+            seqused_k=used,
+            cu_seqlens_q=extras.cu_seqlens_q,
+            max_seqlen_q=longest_of(max_seqlen_q) or None,
+            k_descale=scales.k,
+            v_descale=scales.v,
+            mask_mod=chunk_of_cache(chunk) if chunk else None,
+        )
+    if shards.is_sharded() and extras.cu_seqlens_q is None:
+        if attention_chunk:
+            raise NotImplementedError(
+                "attention_chunk inside tilewise.distributed.context_parallel: pass "
+                "mask_mod=tilewise.mods.chunked(size) to tilewise.attention"
+            )
+        return _by_attention(inputs, extras, numbers=numbers, deterministic=deterministic)
     q, k, v = with_contiguous_rows(zip("qkv", inputs))
     if not all(x is y for x, y in zip(inputs, (q, k, v))):
         entry = None  # what is launched are others
@@ -368,6 +340,24 @@ def _attend(
         entry=entry,
     )
     return (out.squeeze(0), lse.squeeze(0)) if is_packed else (out, lse)
+
+
+def _by_attention(
+    inputs: Sequence[Any], extras: Extras, numbers: Numbers, **arguments: Any
+) -> tuple[Tensor, Tensor]:
+    """`out` and `lse` of `attention` with these numbers and this ALiBi, in whatever context."""
+    q, k, v = inputs
+    results: Any = attention(
+        q,
+        k,
+        v=v,
+        alibi_slopes=extras.alibi_slopes,
+        sinks=extras.sinks,
+        **numbers._asdict(),
+        return_lse=True,
+        **arguments,
+    )
+    return results
 
 
 def is_plain(dropout_p: float, attention_chunk: int) -> bool:

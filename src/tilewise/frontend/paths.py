@@ -32,18 +32,16 @@ def has_fp8(q: Any) -> bool:
     return isinstance(q, Quantized) or getattr(q, "dtype", None) in ONE_BYTE
 
 
-def eight_bit_inputs(q: Any, k: Any, v: Any, *descales: Any) -> Quantized:
-    """What a call with FP8 products reads: a `Quantized`, or one that has the caller's q, k and v,
-    whose `v_t` is v, and `descales`, those of DESCALES.
-    """
+def eight_bit_inputs(q: Any, k: Any, v: Any, scales: Scales) -> Quantized:
+    """What a call with FP8 products reads: a `Quantized`, or one of the caller's q, k and v."""
     if not isinstance(q, Quantized):
-        return Quantized(q, k, v_t=v, scales=Scales._make(descales))
+        return Quantized(q, k, v_t=v, scales=scales)
     if not (k is v is None):
         raise ArgumentError(
             "k and v with a Quantized, which holds all three: pass it in place of q, and None for "
             "k and v"
         )
-    for name, x in zip(DESCALES, descales):
+    for name, x in zip(DESCALES, scales):
         if x is not None:
             raise ArgumentError(
                 f"{name} with a Quantized, which holds its scales: leave it out, or pass it to "
