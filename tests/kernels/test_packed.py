@@ -69,6 +69,15 @@ def test_parameters(fake):
         assert values[-2:] == [bytes(8)] * 2
 
 
+def test_numbers_that_move(fake):
+    """Such as that of a barrier: each as the kernel was compiled for it."""
+    args = (Q, Gap("number"), 1), *ARGS[1:2], 2, 64, 64, 1, (0.5, (Gap("wide"), NONE)), *ARGS[-2:]
+    launch = packed(compiled(), 132, args, (*ROW, "number", "wide"), None)
+    launch(5, [32, a_map(1), 16, -7, 2**40])
+    ((_, _, values),) = fake.launched
+    assert (values[1], values[8]) == (struct.pack("i", -7), struct.pack("q", 2**40))
+
+
 def test_a_kernel_that_may_begin_early(fake):
     """One attribute, programmatic stream serialization, which is allowed."""
     launch = packed(compiled(run=run_of(launch_pdl=True)), 132, ARGS, ROW, None)

@@ -60,7 +60,7 @@ def map_of(tensor_map: Any) -> Map | None:
 
 
 class Packed:
-    """A launch: called with a stream, and an address or a `Map` for each of what moves."""
+    """A launch: called with a stream, and a number or a `Map` for each of what moves."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ def packed(
     moving, parameters = [POINTER] * len(names), []
     for kind, item in flat(tuple(compiled.src.signature.values()), iter(args)):
         place = places.get(item.name) if isinstance(item, Gap) else None
-        if place is not None and kind in (POINTER, MAP):
+        if place is not None and kind in NUMBERS:
             parameters.append((MOVING, place))
             moving[place] = kind
         elif item is None and kind == POINTER:
