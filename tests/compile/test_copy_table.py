@@ -5,7 +5,7 @@ import torch
 from helpers.tiers import sample
 
 from tilewise.kernels.common.row_table import BLOCK_M, BLOCK_N
-from tilewise.kernels.portable.copy_table import copy_table_kernel
+from tilewise.kernels.portable.copy_table import copy_table_kernel, publish_kernel
 from tilewise.testing import build, stats
 
 pytestmark = pytest.mark.compile
@@ -20,3 +20,17 @@ def test_copy_table(target):
     found, ptx = stats(kernel), kernel.asm["ptx"]
     assert found["spill_stores"] == 0, found
     assert ptx.count("ld.global.v4.b32") == ptx.count("st.global.v4.b32") == 4
+    words = torch.zeros(4, dtype=torch.int32)
+    meeting = table, words, table, 3, 7, 1, 8, 10**12
+    constants |= dict(TIMED=True)
+    kernel = build(publish_kernel, *tensors, 2**12, *meeting, on=target, num_warps=4, **constants)
+    found, ptx = stats(kernel), kernel.asm["ptx"]
+    assert found["spill_stores"] == 0, found
+    assert ptx.count("ld.global.v4.b32") == ptx.count("st.global.v4.b32") == 4
+    # All threads have stored when one counts the program, and the last program says that it is here
+    assert ptx.count("atom.global.gpu.acq_rel.add.u32") == 1
+    counted = ptx.index("atom.global.gpu.acq_rel.add.u32")
+    assert "bar.sync" in ptx[:counted]
+    assert ptx.count("atom.global.sys.release.exch.b64") == 1
+    assert ptx.index("atom.global.sys.release.exch.b64") > counted
+    assert ptx.count("atom.global.sys.acquire.add.u64") == 3

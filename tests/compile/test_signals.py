@@ -14,7 +14,7 @@ WORDS, FLAG = torch.zeros(64, dtype=torch.int64), torch.zeros(1, dtype=torch.int
 @pytest.mark.parametrize("target", sample(["sm80", "sm90", "sm100"], "sm90"))
 def test_the_barrier_releases_before_it_says_and_acquires_what_it_hears(target):
     args = WORDS, FLAG, WORDS, 3, 7, 1, 8, 10**12
-    constants = dict(WAITS=True, TIMED=True, LANES=LANES, num_warps=1)
+    constants = dict(WAITS=True, TIMED=True, THREADS=LANES, num_warps=1)
     kernel = build(barrier_kernel, *args, on=target, **constants)
     assert stats(kernel)["spill_stores"] == 0
     ptx = kernel.asm["ptx"]

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import tilewise.distributed as td
-from tilewise.distributed.methods import one_launch
+from tilewise.distributed.methods import launch_copies, one_launch
 from tilewise.distributed.methods.shard_call import ShardCall
+from tilewise.distributed.transport import copies as transport_copies
 from tilewise.distributed.transport.copies import (
     ALIGN,
     Blocks,
@@ -32,9 +33,9 @@ def layouts(seed):
 
 
 def pulled(pieces, rooms, targets):
-    for rank, start, target, at, nbytes in pieces:
-        into = bytes_at(targets[target], at, pitch=nbytes, rows=1, width=nbytes)
-        into.copy_(rooms[rank][None, start : start + nbytes])
+    for rank, start, target, at, nbytes, rows, pitch, step, _ in pieces:
+        into = bytes_at(targets[target], at, pitch=step, rows=rows, width=nbytes)
+        into.copy_(bytes_at(rooms[rank], start, pitch=pitch, rows=rows, width=nbytes))
 
 
 def room(nbytes):
@@ -42,24 +43,22 @@ def room(nbytes):
 
 
 def exchanged(all_copies, rooms):
-    """Makes copies of all ranks, each with its sources and targets: those that come later once the
-    first pieces were pulled.
-    """
-    for early in (True, False):
-        for copies, sources, targets, half in all_copies:
-            rows = copies.rows if early else copies.later
-            copy_one_by_one(rows, sources, [half, *targets])
-        for copies, _, targets, half in all_copies:
-            first = copies.early if copies.is_split else len(copies.pieces)
-            lists = copies.pieces[:first] if early else copies.pieces[first:]
-            pulled([x for pieces in lists for x in pieces], rooms, targets or [half])
+    """Makes copies of all ranks, each with its sources and targets."""
+    for copies, sources, targets, half in all_copies:
+        copy_one_by_one(copies.rows, sources, [half, *targets])
+    for copies, _, targets, half in all_copies:
+        pulled([x for pieces in copies.pieces for x in pieces], rooms, targets or [half])
 
 
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("headdim_v", [16, 24])
 @pytest.mark.parametrize("in_place", [False, True])
-def test_keys_in_groups_of_heads(seed, headdim_v, in_place):
-    """Side by side where K and V are as wide; in the arena, or in memory of their own."""
+@pytest.mark.parametrize("most_pitch", [None, 0, transport_copies.MOST_PITCH])
+def test_keys_in_groups_of_heads(seed, headdim_v, in_place, most_pitch, monkeypatch):
+    """Side by side where K and V are as wide; in the arena, or in memory of their own; each group
+    by itself, or in batches, unless these lie too far apart.
+    """
+    monkeypatch.setattr(launch_copies, "MOST_PITCH", most_pitch)
     layout, count = layouts(seed), (1, 2, 4)[seed % 3]
     shape = 1, layout.seqlen, 4
     whole = torch.randn(*shape, 16), torch.randn(*shape, headdim_v)
@@ -67,13 +66,21 @@ def test_keys_in_groups_of_heads(seed, headdim_v, in_place):
     widths = [32] if buffers == 1 else [16, headdim_v]
     shapes = [(count, layout.seqlen, 4 // count * n) for n in widths]
     all_copies, rooms, all_found = [], [], []
-    list_copies = one_launch.copies_in_place if in_place else one_launch.copies_of
     for rank in range(RANKS):
         mine = layout.at(rank)
         # Rows of a larger tensor, as of q, k and v that are projected together
         given = [torch.cat((mine.shard(x), mine.shard(x)), 2)[:, :, 4:] for x in whole]
         assert all(in_rows(x) is x for x in given)
-        copies = list_copies(ShardCall(mine), *given, count=count)
+        copies = one_launch.copies_of(
+            ShardCall(mine), *given, count=count, is_in_place=in_place, nodes=None
+        )
+        lists, lengths = count, [len(x) for x in copies.pieces]
+        if most_pitch is not None:
+            copies, lists = launch_copies.in_batches(copies, tensors=buffers), 1
+            batches = {1: 1, 2: 2, 4: 3}[count] if most_pitch else count
+            told = [x.arrived for x in copies.pieces[0] if x.arrived]
+            assert len(copies.pieces[0]) == batches * lengths[0] and told == sorted(set(told))
+            assert max(told, default=0) == count * lengths[0] // buffers
         rooms.append(room(copies.nbytes))
         if in_place:
             starts = [0, -(-whole[0].numel() * 4 // ALIGN) * ALIGN]
@@ -89,7 +96,7 @@ def test_keys_in_groups_of_heads(seed, headdim_v, in_place):
     exchanged(all_copies, rooms)
     for (copies, *_), found in zip(all_copies, all_found):
         pieces = [x for part in copies.pieces for x in part]
-        assert len(copies.pieces) == count and len(pieces) % (count * len(found)) == 0
+        assert len(copies.pieces) == lists and len(pieces) % (lists * len(found)) == 0
         ranks = [x.rank for x in pieces]
         assert ranks[:: len(found)] == ranks[len(found) - 1 :: len(found)]
         if len(found) == 1:

@@ -172,14 +172,6 @@ def on_gpu(monkeypatch):
     return arena
 
 
-def test_pieces_are_counted_on_the_device_of_the_arena(on_gpu):
-    """Stream 0 is that of the current device, which may be another than the arena's."""
-    on_gpu.barrier = SimpleNamespace(expect=lambda sources: None)
-    on_gpu.write = lambda stream, address, number: events.append(("write", number))
-    on_gpu.begin_pieces((0, 2))
-    assert events == [("current", 1), ("write", 0), ("current", 0)]
-
-
 def test_pieces_are_counted_on_all_ranks_or_none():
     """Ranks that count them publish in another order than ranks that do not."""
     signals = SimpleNamespace(words=torch.zeros(4, dtype=torch.int32))

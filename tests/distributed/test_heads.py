@@ -12,7 +12,6 @@ import tilewise.distributed as td
 from tilewise.distributed.methods import heads
 from tilewise.distributed.methods.shard_call import ShardCall
 from tilewise.distributed.transport import arena as arenas
-from tilewise.distributed.transport import copy_lists
 
 if not dist.is_available() or not dist.is_gloo_available():
     pytest.skip("gloo is not here", allow_module_level=True)
@@ -64,10 +63,9 @@ def test_groups_over_the_arena_of_gpus():
 
 def halves(rank):
     """No half is written before what lies there was read: each barrier of what was published in
-    another half follows the arrival of all pulls before. The first group's are begun before the
-    others are published.
+    another half follows the arrival of all pulls before.
     """
-    heads.LEAST_ROWS, copy_lists.LEAST_EARLY = 1, 0
+    heads.LEAST_ROWS = 1
     case, layout = Case(8, 4, causal=True), td.contiguous(173)
     case.run(
         lambda *x, **y: td.attention(*x, layout=layout, method="heads", **y), share=layout.shard
@@ -94,8 +92,8 @@ def halves(rank):
         else:  # copies are made in order
             behind = [mark for mark in behind if mark > int(event.split()[1])]
     assert not behind
-    # Forward and backward: a half, in which the first group comes before the second, and two back
-    assert events.count("publish") == 2 * 3 and events.count("meet") == 2 * 4
+    # Forward and backward: a half, and two back
+    assert events.count("publish") == events.count("meet") == 2 * 3
 
 
 def test_what_is_overwritten_was_read():

@@ -290,6 +290,8 @@ def both(rank):
     one_launch.LEAST_BYTES = 0
     group = dist.group.WORLD
     arena = arenas._arenas[group, CPU] = device_arena()
+    counted, count = [], arena.count
+    arena.count = lambda arrived: counted.append(arrived) or count(arrived)
     torch.use_deterministic_algorithms(True)  # fills new memory with NaN
     zigzag, contiguous = td.zigzag(SEQLEN, group), td.contiguous(SEQLEN, group)
     for asked, layout in (
@@ -303,11 +305,11 @@ def both(rank):
         with use_emulator(), torch.no_grad():
             out, lse = case.one()
             shards = (layout.shard(x) for x in (case.q, case.k, case.v))
-            before = arena.pulled
+            before, counted[:] = arena.pulled, [0]
             found = td.attention(
                 *shards, layout=layout, method="stream", return_lse=True, **case.options
             )
-        assert arena.words[ARRIVED] == arena.pieces and (arena.pieces or layout is not zigzag)
+        assert arena.words[ARRIVED] == counted[-1] and (counted[-1] or layout is not zigzag)
         assert torch.equal(found[0], layout.shard(out))
         assert torch.equal(found[1], layout.shard(lse, 2))
         spec = call_of(layout, *map(layout.shard, (case.q, case.k, case.v)), **case.options)
@@ -329,7 +331,7 @@ def between_nodes(rank):
     zigzag, contiguous = td.zigzag(SEQLEN, group), td.contiguous(SEQLEN, group)
     with elsewhere((0, 1), rank):
         arena = device_arena()
-        arena.begin_pieces = None
+        arena.count = None
         parts, striped = one_launch._parts, td.striped(SEQLEN, group, block=170)
         one_launch._parts = lambda *x, **named: launched.append(0) or parts(*x, **named)
         for asked, layout, is_in_place in (
@@ -364,7 +366,7 @@ def late(rank):
     """Pieces that do not come within the time-out: NaN, and an error of the next call."""
     group = dist.group.WORLD
     arena = arenas._arenas[group, CPU] = device_arena()
-    arena.limit, arena._write_pieces = 0, lambda stream: None
+    arena.limit, arena.count = 0, lambda arrived: None
     order = []
     for name in ("arrive", "settle"):
         given = getattr(arena, name)
@@ -385,7 +387,7 @@ def late(rank):
     assert out.isnan().all()
     device_barrier.synchronize = None  # which would wait for these copies
     arena.barrier.number += 1  # a host that is ahead has begun a call of another window
-    arena.begin_pieces((1, 1))
+    arena.barrier.expect((1, 1))
     with pytest.raises(td.PullTimeout, match=r"piece 1 of 1 of the keys, of rank 0, did not"):
         call()
     with pytest.raises(td.RankLost, match="make a new process group"):

@@ -4,6 +4,7 @@ on which device and stream.
 
 import contextlib
 import ctypes
+import struct
 import warnings
 from types import SimpleNamespace
 
@@ -13,7 +14,6 @@ import torch
 from tilewise.distributed.transport import device_arena, stream_memory
 from tilewise.distributed.transport.copies import Piece
 from tilewise.distributed.transport.device_arena import DeviceArena
-from tilewise.distributed.transport.halves import Arena
 from tilewise.kernels.common.device_words import ARRIVED
 
 CPU = torch.device("cpu")
@@ -27,6 +27,8 @@ class Function:
 
     def __call__(self, *given):
         assert len(given) == len(self.argtypes) and self.restype is ctypes.c_int
+        kept = [ctypes.create_string_buffer(x, len(x)) for x in given if type(x) is bytes]
+        given = [ctypes.addressof(kept[0]) if type(x) is bytes else x for x in given]
         values = [kind(x).value or 0 for kind, x in zip(self.argtypes, given)]
         assert values == [int(x) for x in given]  # no address is cut
         self.calls.append(values)
@@ -39,6 +41,7 @@ class Driver:
     def __init__(self, status=0):
         self.cuStreamWriteValue32_v2 = Function(self.write)
         self.cuMemcpyDtoDAsync_v2 = Function(self.copy)
+        self.cuMemcpy2DAsync_v2 = Function(self.copy_rows)
         self.status = status
 
     def write(self, stream, address, number, flags):
@@ -48,6 +51,20 @@ class Driver:
 
     def copy(self, to, source, nbytes, stream):
         ctypes.memmove(to, source, nbytes)
+        return self.status
+
+    def copy_rows(self, parameters, stream):
+        """Of CUDA_MEMCPY2D, with addresses of one map in both places."""
+        given = struct.unpack("=2QIIQQQQ2QIIQQQQ2Q", ctypes.string_at(parameters, 128))
+        (_, _, kind, _, _, source, _, pitch), (_, _, other, _, _, to, _, step) = (
+            given[:8],
+            given[8:16],
+        )
+        assert kind == other == 4 and sum(given) == kind + other + source + pitch + to + step + sum(
+            given[16:]
+        )
+        for row in range(given[17]):
+            ctypes.memmove(to + row * step, source + row * pitch, given[16])
         return self.status
 
 
@@ -105,32 +122,37 @@ def test_pieces_are_copied_by_their_addresses(driver, monkeypatch):
         yield
 
     monkeypatch.setattr(device_arena, "on_device", on_device)
+    monkeypatch.setattr(device_arena, "Beside", lambda guard, *_, before: guard)
     arena = DeviceArena.__new__(DeviceArena)
     blocks = [torch.randint(0, 255, (256,), dtype=torch.uint8) for _ in range(3)]
     arena.blocks, arena.starts = blocks, [x.data_ptr() for x in blocks]
     arena.half, arena.parts, arena.room, arena.device = 1, 1, 128, CPU
     arena.pulled, arena.views = 0, {}
     arena.side, arena.dma = SimpleNamespace(cuda_stream=9), stream_memory._copier()
-    arena.write, arena.pieces = stream_memory._writer(), 0
+    arena.last = None
+    arena.write = stream_memory._writer()
     arena.words, arena.has_streams = torch.zeros(4, dtype=torch.int32), True
     arena.arrived = arena.words.data_ptr() + 4 * ARRIVED
     order = []
     arena._follow_caller = lambda: order.append("follow")
     arena.mark = lambda: order.append(len(given.cuMemcpyDtoDAsync_v2.calls)) or len(order) - 1
     targets = [torch.zeros(64, dtype=torch.uint8), torch.zeros(16, dtype=torch.int32)]
-    pieces = [Piece(2, 16, 0, 8, 32), Piece(1, 64, 1, 4, 12), Piece(0, 0, 0, 40, 8)]
-    lists = (*pieces, Piece(0, 8, 0, 48, 8)), pieces[:1]
-    assert arena.pull(lists, targets, counted=2) == [1, 2]
-    assert order == ["follow", 4, 5] and devices == [CPU]
-    counts = [[9, arena.arrived, number, 0] for number in (1, 2)]
+    several = Piece(2, 64, 0, 48, 4, rows=2, pitch=24, step=8, arrived=5)
+    pieces = [Piece(2, 16, 0, 8, 32), Piece(1, 64, 1, 4, 12), Piece(0, 0, 0, 40, 8, arrived=2)]
+    lists = (*pieces, several), pieces[:1]
+    assert arena.pull(lists, targets) == [1, 2]
+    assert order == ["follow", 3, 4] and devices == [CPU]
+    counts = [[9, arena.arrived, number, 0] for number in (2, 5)]
     assert given.cuStreamWriteValue32_v2.calls == counts
-    assert arena.words[ARRIVED] == arena.pieces == 2 and arena.pulled == 92
-    assert all(stream == 9 for *_, stream in given.cuMemcpyDtoDAsync_v2.calls)
-    for rank, start, target, at, nbytes in pieces:
+    assert arena.words[ARRIVED] == 5 and arena.pulled == 92
+    calls = given.cuMemcpyDtoDAsync_v2.calls + given.cuMemcpy2DAsync_v2.calls
+    assert len(calls) == 5 and all(stream == 9 for *_, stream in calls)
+    rows = [several._replace(start=64 + 24 * row, offset=48 + 8 * row) for row in range(2)]
+    for rank, start, target, at, nbytes, *_ in (*pieces, *rows):
         found = targets[target].view(torch.uint8)[at : at + nbytes]
         assert torch.equal(found, blocks[rank][128 + start : 128 + start + nbytes])
     by_torch, counted = [torch.zeros_like(x) for x in targets], []
-    arena.count_piece = lambda: counted.append(1)
-    arena.copying = contextlib.nullcontext
-    Arena.pull(arena, lists[:1], by_torch, counted=2)
-    assert all(torch.equal(x, y) for x, y in zip(targets, by_torch)) and len(counted) == 2
+    arena.count, arena.copying = counted.append, contextlib.nullcontext
+    arena.dma = None
+    arena.pull(lists[:1], by_torch)
+    assert all(torch.equal(x, y) for x, y in zip(targets, by_torch)) and counted == [2, 5]

@@ -77,15 +77,15 @@ class Delays:
         self.draw = torch.Generator().manual_seed(100 + rank)
         self.source = torch.empty(1 << 26, dtype=torch.uint8, pin_memory=True)
         self.target = torch.empty(1 << 26, dtype=torch.uint8, device="cuda")
-        self.count, arena.count_piece = arena.count_piece, self
+        self.count, arena.count = arena.count, self
         self.stream = arena.side
 
-    def __call__(self):
+    def __call__(self, arrived):
         if torch.rand((), generator=self.draw) < 0.3:  # up to some milliseconds
             size = int(2 ** (26 * torch.rand((), generator=self.draw).item()))
             with torch.cuda.stream(self.stream):
                 self.target[:size].copy_(self.source[:size], non_blocking=True)
-        self.count()
+        self.count(arrived)
 
 
 def launches(rank):
@@ -132,7 +132,7 @@ def late(rank):
     asked = dict(layout=layout, method="stream", causal=True)
     with torch.no_grad():
         assert td.attention(*shards, **asked).isfinite().all()
-        arena.limit, arena.count_piece = 300_000_000, lambda: None
+        arena.limit, arena.count = 300_000_000, lambda arrived: None
         out = td.attention(*shards, **asked)
         torch.cuda.synchronize()
         if rank == 0:  # which sees its own keys alone

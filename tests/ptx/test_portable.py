@@ -24,9 +24,11 @@ from tilewise.kernels.common import device_words
 from tilewise.kernels.common.operand import filled
 from tilewise.kernels.common.program import Launch
 from tilewise.kernels.common.quantized import FP8, Lengths
+from tilewise.kernels.common.row_table import BLOCK_M, BLOCK_N, Rows, Table
 from tilewise.kernels.cpu import quantize as plain
 from tilewise.kernels.hopper import copy_rows
 from tilewise.kernels.portable import decode_launch, quantize_memory
+from tilewise.kernels.portable.copy_table import publish_kernel
 from tilewise.kernels.portable.signals import LANES, WORDS, barrier_kernel, poison_kernel
 from tilewise.testing import use_interpreter
 
@@ -153,14 +155,14 @@ class Ranks:
     def __init__(self, ranks):
         self.pads = [torch.zeros(WORDS, dtype=torch.int64) for _ in range(ranks)]
         self.addresses = torch.tensor([x.data_ptr() for x in self.pads])
-        self.failed = [torch.zeros(1, dtype=INT32) for _ in range(ranks)]
+        self.failed = [torch.zeros(device_words.WORDS, dtype=INT32) for _ in range(ranks)]
         self.reports = [torch.zeros(1 + LANES, dtype=torch.int64) for _ in range(ranks)]
 
     def launch(self, number, rank, fingerprint=7, waits=True, limit=3000, seed=None):
         kernel = execute(barrier_kernel, seed, options=dict(num_warps=1), reached=self.pads)
         tensors = self.addresses, self.failed[rank], self.reports[rank]
         numbers = number, fingerprint, rank, len(self.pads), limit
-        constants = dict(WAITS=waits, TIMED=True, LANES=LANES)
+        constants = dict(WAITS=waits, TIMED=True, THREADS=LANES)
         return kernel.machine((1,), *tensors, *numbers, **constants)
 
 
@@ -171,7 +173,7 @@ def test_ranks_meet(ranks):
     for number in range(1, 5):
         machines = [it.launch(number, rank, seed=number + rank) for rank in range(ranks)]
         run_together(machines)
-        assert not any(x.item() for x in it.failed)
+        assert not any(x.any() for x in it.failed)
         slot = number % 2 * LANES
         for pad in it.pads:
             assert (pad[slot : slot + ranks] == (number << 32 | 7)).all()
@@ -182,12 +184,39 @@ def test_a_rank_that_does_not_come_and_one_that_calls_another():
     it = Ranks(3)
     run_together([it.launch(1, 0), it.launch(1, 1, fingerprint=9)])
     for rank in range(2):
-        assert it.failed[rank].item() == 1
+        assert it.failed[rank].tolist() == [1, 0, 0, 0]
         assert it.reports[rank][:4].tolist() == [1, 1 << 32 | 7, 1 << 32 | 9, 0]
     it = Ranks(2)
     run_together([it.launch(2, 0), it.launch(2, 1, fingerprint=1, waits=False)])
-    assert [x.item() for x in it.failed] == [1, 0]
+    assert [x[0].item() for x in it.failed] == [1, 0]
     assert it.reports[0][:3].tolist() == [2, 2 << 32 | 7, 2 << 32 | 1]
+
+
+@pytest.mark.parametrize("seed", sample(range(4), 1))
+def test_ranks_meet_behind_their_copies(seed):
+    """What each program has copied is there when the last one says that its rank has come."""
+    it, programs = Ranks(2), 3
+    table = Table([Rows(0, 64, 96, 0, 32, 128, rows=37, width=64)])
+    entries, blocks = table.at(torch.device("cpu")), dict(BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N)
+    sources, targets = (torch.randint(99, (2, 2048), dtype=INT32) for _ in range(2))
+    counts = dict(SOURCES=1, TARGETS=1, PROGRAMS=programs)
+    for number in (1, 2):
+        machines = []
+        for rank in range(2):
+            memory = sources[rank], targets[rank]
+            reached = [*it.pads, *memory]
+            kernel = execute(
+                publish_kernel, seed + rank, options=dict(num_warps=4), reached=reached
+            )
+            addresses = [(x.data_ptr(),) for x in memory]
+            meeting = it.addresses, it.failed[rank], it.reports[rank], number, 7, rank, 2, 3000
+            tensors = entries, *addresses, table.tiles, *meeting
+            machines.append(kernel.machine((programs,), *tensors, **counts, **blocks, TIMED=True))
+        run_together(machines)
+        assert not any(x.any() for x in it.failed)
+    for source, target in zip(sources, targets):
+        for row in range(37):
+            assert torch.equal(target[8 + 32 * row :][:16], source[16 + 24 * row :][:16])
 
 
 @pytest.mark.parametrize("dtype", sample([BF16, torch.float32, torch.float64], BF16))

@@ -22,7 +22,7 @@ from ...problem import INPUTS, Grads, Saved
 from ..transport.arena import reporting
 from ..transport.copies import Blocks, CopyList, Kind, are_aligned, in_rows, kind_of, places_of
 from ..transport.copy_lists import heads_to_rows, rows_to_heads
-from ..transport.exchange import publish_copies, pull_copies
+from ..transport.exchange import publish_copies
 from ..transport.halves import Arena
 from ..transport.nodes import Nodes
 from . import whole
@@ -225,9 +225,9 @@ class IncomingHeads:
     def __init__(self, arena: Arena, plan: HeadExchange, *, tensors: Sequence[Tensor]) -> None:
         self.arena, self.plan = arena, plan
         self.memory = [x.new_empty(n) for x, n in zip(tensors, plan.sizes)]
-        exchanged: Any = dict(signature=plan.signature, sources=tensors, targets=self.memory)
-        half = publish_copies(arena, plan.copies, **exchanged)
-        self.marks = pull_copies(arena, plan.copies, half=half, **exchanged)
+        copies, signature = plan.copies, plan.signature
+        publish_copies(arena, copies, signature=signature, sources=tensors, targets=self.memory)
+        self.marks = arena.pull(copies.pieces, self.memory, traffic=copies.traffic)
 
     def arrive(self, number: int) -> list[Tensor]:
         """Returns a group's heads of the whole sequence, for what the stream does next."""

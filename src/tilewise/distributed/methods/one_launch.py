@@ -28,10 +28,10 @@ from ..layouts.layout import Layout
 from ..layouts.pulls import Pull, pulls_in_turn
 from ..layouts.work import Band, keys_of
 from ..transport.copies import ALIGN, in_rows
-from ..transport.exchange import publish_copies, pull_copies
+from ..transport.exchange import publish_copies
 from ..transport.halves import HALVES, Arena
 from . import rows
-from .launch_copies import copies_in_place, copies_of, with_few_lists
+from .launch_copies import copies_of, in_batches
 from .pulled_keys import hidden_keys
 from .shard_call import ShardCall
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from ...kernels.hopper.fwd.runs_launch import Walk
 
 Tensor = torch.Tensor
-MOST_COPIES = 128  # of a call, on the host
+MOST_GROUPS = 8  # with more, one group has too few tiles to end with short ones
 FEW_RUNS = 2  # of each rank's rows
 LEAST_BYTES = 1 << 22  # of one, in the mean: it costs the host 25 us, and shorter ones are slower
 
@@ -62,18 +62,19 @@ class PreparedLaunch:
         )
         if self.is_joint:
             self.shapes = ((count, layout.seqlen, 1, 2, heads, k.shape[3]),)
-        self.copies = copies_of(spec, dense_k, v=dense_v, count=count, nodes=arena.nodes)
-        in_place = copies_in_place(spec, dense_k, v=dense_v, count=count, nodes=arena.nodes)
+        options: Any = dict(v=dense_v, count=count, nodes=arena.nodes)
+        self.copies = copies_of(spec, dense_k, is_in_place=False, **options)
+        in_place = copies_of(spec, dense_k, is_in_place=True, **options)
         # Two halves of whole sequences, or two of shards and the sequence: no more memory
         self.is_in_place = in_place.nbytes <= HALVES * self.copies.nbytes
         if arena.nodes is not None:  # each of which must be one rank, and its rows few messages
             self.is_in_place &= max(map(len, layout.runs)) <= FEW_RUNS and not arena.nodes.has_pairs
         if self.is_in_place:
             self.copies = in_place
-        if arena.nodes is None:
-            self.copies = with_few_lists(self.copies)
         pieces = [x for pieces in self.copies.pieces for x in pieces]
         self.sources = tuple([x.rank for x in pieces])[:: len(self.shapes)]
+        if arena.nodes is None:
+            self.copies = in_batches(self.copies, tensors=len(self.shapes))
         self.signature = f"attention (stream, {count} groups of heads at a time): {spec.signature}"
         self.hidden = hidden_keys(layout, spec.band)
         of_group = q.shape[2] // count
@@ -125,15 +126,14 @@ def attend(
         clear_hidden(pulled, plan.hidden)
     if arena.nodes is not None:
         return _attend_by_groups(arena, spec, plan, q=q, sources=sources, pulled=pulled)
-    exchanged: Any = dict(signature=plan.signature, sources=sources, targets=pulled)
-    half = publish_copies(arena, plan.copies, **exchanged)
+    half = publish_copies(
+        arena, plan.copies, signature=plan.signature, sources=sources, targets=pulled
+    )
     if plan.is_in_place:
         pulled = keys_in(arena, plan, dtype=k.dtype)
         clear_hidden(pulled, plan.hidden)
-    arena.begin_pieces(plan.sources)
-    counted = len(plan.shapes)
-    *_, last = pull_copies(arena, plan.copies, half=half, counted=counted, **exchanged)
-    arena.barrier.expect(plan.sources)  # they may have met once more
+    arena.barrier.expect(plan.sources)
+    (last,) = arena.pull(plan.copies.pieces, [half] if plan.is_in_place else pulled)
     try:
         values = pulled[0][:, :, :, 1] if plan.is_joint else pulled[1]
         out, lse = plan.forward((q, pulled[0], values, *spec.extras[:2], arena.words))
@@ -253,14 +253,12 @@ def _forward_of(
 
 @functools.lru_cache(maxsize=256)
 def groups_of(layout: Layout, nheads_k: int, head_bytes: int) -> int:
-    """Returns the most groups of heads that leave few copies, none short: on all ranks the same."""
+    """Returns the most groups of heads whose copies are not short: on all ranks the same."""
     runs = sum(map(len, layout.runs))
     counts = [
         n
-        for n in range(1, nheads_k + 1)
-        if nheads_k % n == 0
-        and 2 * n * runs <= MOST_COPIES
-        and 2 * head_bytes * (nheads_k // n) >= runs * LEAST_BYTES
+        for n in range(1, MOST_GROUPS + 1)
+        if nheads_k % n == 0 and 2 * head_bytes * (nheads_k // n) >= runs * LEAST_BYTES
     ]
     return max(counts, default=1)
 

@@ -6,7 +6,6 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -16,7 +15,7 @@ from ..layouts.pulls import pulls_of, without
 from ..layouts.work import Band, Run, keys_of
 from ..transport.copies import in_rows, kind_of, places_of
 from ..transport.copy_lists import keys_to_queries
-from ..transport.exchange import publish_copies, pull_copies
+from ..transport.exchange import publish_copies
 from ..transport.halves import Arena
 from . import packed_runs, rows
 from .run_calls import BLOCK
@@ -72,9 +71,8 @@ def pull_keys(
     for (start, stop), of_group in itertools.product(hidden, views):
         for x in of_group:
             x[:, start:stop] = 0
-    exchanged: Any = dict(signature=signature, sources=tensors, targets=memory)
-    half = publish_copies(arena, copies, **exchanged)
-    marks = pull_copies(arena, copies, half=half, **exchanged)
+    publish_copies(arena, copies, signature=signature, sources=tensors, targets=memory)
+    marks = arena.pull(copies.pieces, memory, traffic=copies.traffic)
     parts = []
     for number, (keys, values) in enumerate(views):
         of_spans = tuple(marks[len(pulls) * number :][: len(pulls)])

@@ -16,23 +16,29 @@ from .nodes import Traffic
 Tensor = torch.Tensor
 ALIGN = 64  # bytes
 NO_COPIES = Table(())
+MOST_PITCH = (1 << 31) - 1  # bytes from a row to the next, of one copy by DMA
 
 
 class Piece(NamedTuple):
-    """Bytes of a rank's half of the arena, from `start` on, and their offset in a target."""
+    """Bytes of a rank's half of the arena, from `start` on, and their offset in a target; and rows
+    of as many more, `pitch` apart in the half and `step` in the target.
+    """
 
     rank: int
     start: int
     target: int
     offset: int
     nbytes: int
+    rows: int = 1
+    pitch: int = 0
+    step: int = 0
+    arrived: int = 0  # what a kernel that waits is told once it is there, if anything
 
 
 class CopyList(NamedTuple):
     """The copies of an exchange, of tensors to targets. `rows` has this rank's: into its half of
     the arena, which is target 0, and into the others where it keeps them. `pieces` has those of
-    other ranks' halves, in lists that are waited for one by one. Where it is split, `later` are
-    copies like `rows`, without which the first `early` lists can be pulled.
+    other ranks' halves, in lists that are waited for one by one.
     """
 
     nbytes: int  # of the half
@@ -41,9 +47,6 @@ class CopyList(NamedTuple):
     traffic: tuple[Traffic, ...] = ()  # what crosses nodes, each for as many of the lists
     placed: Table = NO_COPIES  # copies of pieces that have arrived in memory of their own
     placed_nbytes: int = 0  # of that memory
-    later: Table = NO_COPIES
-    early: int = 0
-    is_split: bool = False  # on all ranks
 
 
 class Kind(NamedTuple):

@@ -8,17 +8,13 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any
 
-from ...kernels.common.row_table import Rows, Table
+from ...kernels.common.row_table import Table
 from ..layouts.layout import Layout
 from ..layouts.pulls import Pull, place_among, pulls_in_turn, rows_seen, shared_rows
 from ..layouts.work import Band, keys_of
 from .copies import ALIGN, Blocks, CopyList, Kind, Piece, Place, rows_between
 from .nodes import Bytes, Nodes, Traffic
-
-# Of a first group of heads: on two H200s fewer bytes arrive no earlier if they are published first
-LEAST_EARLY = 1 << 25
 
 
 @functools.lru_cache(maxsize=256)
@@ -70,18 +66,7 @@ def keys_to_queries(
         pieces.append(tuple(of_list))
     traffic = () if nodes is None else _keys_across(layout, band, nodes=nodes, halves=halves)
     nbytes = max(x.nbytes for x in halves)
-    turns = in_turns(rows, len(groups), is_split=nodes is None)
-    return CopyList(nbytes, pieces=tuple(pieces), traffic=traffic, early=len(pulls), **turns)
-
-
-def in_turns(rows: Sequence[Rows], groups: int, *, is_split: bool) -> dict[str, Any]:
-    """Returns the copies of groups, as many of each, as the fields of a list: those of the first
-    group, and, if they are split, those of the others, which all ranks then make later, even where
-    they have none.
-    """
-    is_split &= groups > 1
-    early = len(rows) // groups if is_split else len(rows)
-    return dict(rows=Table(rows[:early]), later=Table(rows[early:]), is_split=is_split)
+    return CopyList(nbytes, Table(rows), pieces=tuple(pieces), traffic=traffic)
 
 
 @functools.lru_cache(maxsize=256)
@@ -114,12 +99,12 @@ def keys_in_place(
                 place = whole.joint_place(kind, group).moved(pull.start)
                 of_group += _pieces(pull.rank, place, target=place, tokens=pull.stop - pull.start)
         pieces.append(tuple(of_group))
-    turns = in_turns(rows, len(groups), is_split=nodes is None)
+    copies = CopyList(whole.nbytes, Table(rows), pieces=tuple(pieces))
     if nodes is None:
-        return CopyList(whole.nbytes, pieces=tuple(pieces), early=1, **turns)
+        return copies
     nbytes = -(-whole.nbytes // (layout.ranks * ALIGN)) * ALIGN  # of a rank's part of the half
     traffic = _places_across(layout, band, nodes=nodes, whole=whole)
-    return CopyList(nbytes, pieces=tuple(pieces), traffic=traffic, **turns)
+    return copies._replace(nbytes=nbytes, traffic=traffic)
 
 
 def _places_across(
@@ -224,9 +209,7 @@ def rows_to_heads(
                     of_group += _pieces(rank, half, target=place, tokens=stop - start, heads=parts)
         pieces.append(tuple(of_group))
     nbytes = (ranks - 1) * max(x.nbytes for x in halves)
-    early = sum(batch * layout.seqlen * x.heads * x.unit for x in whole.of_group(groups[0]))
-    turns = in_turns(rows, len(groups), is_split=nodes is None and early > LEAST_EARLY)
-    return CopyList(nbytes, pieces=tuple(pieces), traffic=tuple(traffic), early=1, **turns)
+    return CopyList(nbytes, Table(rows), pieces=tuple(pieces), traffic=tuple(traffic))
 
 
 @functools.lru_cache(maxsize=256)

@@ -5,7 +5,8 @@ the device, so that a call costs the host launches and no round trip.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,8 +22,7 @@ from .device_barrier import DeviceBarrier
 from .halves import Arena, Tensors
 from .links import Links
 from .memory import Memory, synchronize
-from .nodes import Traffic
-from .stream_memory import beside, copier_of, writer_of
+from .stream_memory import Beside, copier_of, writer_of
 
 Tensor = torch.Tensor
 SLICE_BYTES = 1 << 27  # with less memory, short calls take more slices, each with launches
@@ -62,7 +62,6 @@ class DeviceArena(Arena):
             links.words = self.words
         self.arrived = self.words.data_ptr() + self.words.itemsize * ARRIVED
         self.part_sums = PartSums()
-        self.pieces = 0  # that the copies of the call have brought
         self.write: Any = None
         self.dma: Any = None  # the driver's copies, without torch's own work for each
         self.starts: list[int] = []  # addresses of the ranks' blocks
@@ -111,57 +110,41 @@ class DeviceArena(Arena):
         if self.has_mates:
             self.barrier.again()
 
-    def copy(self, table: Table, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    def copy(self, table: Table, sources: Tensors, targets: Tensors, *, meets: str = "") -> None:
         source_addresses = [x.data_ptr() for x in sources]
         target_addresses = [x.data_ptr() for x in targets]
-        if table.serves(source_addresses + target_addresses):
-            copy_table(table, source_addresses, target_addresses, device=self.device)
-        else:
-            super().copy(table, sources, targets=targets)
+        if not table.serves(source_addresses + target_addresses):
+            super().copy(table, sources, targets=targets, meets=meets)
+            return
+        addresses: Any = dict(sources=source_addresses, targets=target_addresses)
+        launch = functools.partial(copy_table, table, device=self.device, **addresses)
+        if meets and self.links is None:
+            self.barrier.meet(meets, behind=launch)
+            return
+        launch()
+        if meets:
+            self.meet(meets)
 
     def add_runs(
         self, parts: Tensors, places: Tensor, targets: Tensor | None, totals: Tensors
     ) -> None:
         add_runs(parts, places=places, targets=targets, totals=totals)
 
-    def pull(
-        self,
-        lists: Sequence[Sequence[Piece]],
-        targets: Sequence[Tensor],
-        *,
-        counted: int = 0,
-        traffic: Sequence[Traffic] = (),
-        then: Callable[[], None] | None = None,
-    ) -> list[Any]:
+    def _copy_piece(self, piece: Piece, target: Tensor) -> None:
         if self.dma is None or not self.has_streams:
-            return super().pull(lists, targets, counted=counted, traffic=traffic, then=then)
-        copy, stream, marks = self.dma, self.side.cuda_stream, []
-        half, addresses = self.begin_of_half(), [x.data_ptr() for x in targets]
-        starts = [x + half for x in self.starts]
-        self._follow_caller()
-        # The driver's calls are of the current device, exchanges and kernels of the current stream
-        has_more = traffic or then is not None
-        current = beside(self.side, self.last) if has_more else contextlib.nullcontext()
-        with on_device(self.device), current:
-            for pieces in self.arrivals(lists, traffic) if traffic else lists:
-                for number, (rank, start, target, offset, nbytes) in enumerate(pieces, 1):
-                    copy(stream, addresses[target] + offset, starts[rank] + start, nbytes)
-                    self.pulled += nbytes
-                    if counted and number % counted == 0:
-                        self.count_piece()
-                if then is not None:
-                    then()
-                marks.append(self.mark())
-        return marks
-
-    @contextlib.contextmanager
-    def copying(self) -> Iterator[None]:
-        if not self.has_streams:
-            yield
+            super()._copy_piece(piece, target)
             return
+        rank, start, _, offset, nbytes, rows, pitch, step, _ = piece
+        source = self.starts[rank] + self.begin_of_half() + start
+        to = target.data_ptr() + offset
+        self.dma(self.side.cuda_stream, to, source, nbytes, rows=rows, pitch=pitch, step=step)
+        self.pulled += rows * nbytes
+
+    def copying(self) -> contextlib.AbstractContextManager[None]:
+        if not self.has_streams:
+            return contextlib.nullcontext()
         self._follow_caller()
-        with on_device(self.device), beside(self.side, self.last):
-            yield
+        return Beside(on_device(self.device), self.side, before=self.last)
 
     def abandon(self, error: BaseException | None) -> None:
         if self.links is not None and not self.links.end():
@@ -184,23 +167,12 @@ class DeviceArena(Arena):
             self.events[(mark - 1) % EVENTS].wait(self.last)
             self.waited = mark
 
-    def begin_pieces(self, sources: tuple[int, ...]) -> None:
-        """Sets the count of arrived pieces, which are these ranks', to 0 before `pull`."""
-        self.barrier.expect(sources)
-        self.pieces = 0
-        with on_device(self.device):  # the default stream is that of the current one
-            self._write_pieces(self.raw)
-
-    def count_piece(self) -> None:
-        """Counts a piece once the copies so far have arrived. The device is current."""
-        self.pieces += 1
-        self._write_pieces(self.side.cuda_stream if self.has_streams else 0)
-
-    def _write_pieces(self, stream: int) -> None:
+    def count(self, arrived: int) -> None:
+        """Says how many pieces have arrived with the copies so far; barriers set that to 0."""
         if self.has_streams:
-            self.write(stream, self.arrived, self.pieces)
+            self.write(self.side.cuda_stream, self.arrived, arrived)
         else:
-            self.words[ARRIVED] = self.pieces
+            self.words[ARRIVED] = arrived
 
     def settle(self, pulled: Sequence[Tensor]) -> None:
         self.barrier.poison(pulled)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import datetime
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import torch
@@ -60,14 +60,16 @@ class DeviceBarrier:
         """How long anything on the device waits."""
         return int(self.timeout.total_seconds() * 1e9)
 
-    def meet(self, signature: str, is_new: bool = False) -> None:
-        """Lets the stream wait for all ranks, and the host, too, where the call is new."""
+    def meet(
+        self, signature: str, *, is_new: bool = False, behind: Callable[..., None] | None = None
+    ) -> None:
+        """Lets the stream wait for all ranks, `behind` a launch; the host, too, in a new call."""
         self.check()
         fingerprint = self.known.get(signature)
         if fingerprint is None:
             fingerprint, is_new = self._introduce(signature), True
         self.last = self.number + 1, fingerprint
-        self._signal()
+        self._signal(behind)
         if is_new:
             synchronize(self.device)
             self.check(signature)
@@ -79,9 +81,9 @@ class DeviceBarrier:
         self.last = self.number + 1, self.last[1]
         self._signal()
 
-    def _signal(self) -> None:
+    def _signal(self, behind: Callable[..., None] | None = None) -> None:
         number, fingerprint = self.last
-        self.signals.barrier(number, fingerprint, self.timeout.total_seconds())
+        self.signals.barrier(number, fingerprint, self.timeout.total_seconds(), behind=behind)
         self.number = number
 
     def check(self, signature: str = "") -> None:

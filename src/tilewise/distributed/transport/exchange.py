@@ -6,7 +6,6 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 
@@ -25,32 +24,8 @@ def publish_copies(
     that they are published in, uint8.
     """
     half = arena.publish(copies.nbytes, signature)
-    arena.copy(copies.rows, sources, targets=[half, *targets])
-    arena.meet(signature)
+    arena.copy(copies.rows, sources, targets=[half, *targets], meets=signature)
     return half
-
-
-def pull_copies(
-    arena: Arena,
-    copies: CopyList,
-    *,
-    signature: str,
-    sources: Tensors,
-    targets: Tensors,
-    half: Tensor,
-    counted: int = 0,
-) -> list[Any]:
-    """Begins to pull what was published, into the targets, or into the half where there are none.
-    Copies that come later are made, and met for, while the first pieces are pulled. Returns a mark
-    for each list.
-    """
-    memory = targets or [half]
-    if not copies.is_split:
-        return arena.pull(copies.pieces, memory, counted=counted, traffic=copies.traffic)
-    marks = arena.pull(copies.pieces[: copies.early], memory, counted=counted)
-    arena.copy(copies.later, sources, targets=[half, *targets])
-    arena.meet(signature)
-    return marks + arena.pull(copies.pieces[copies.early :], memory, counted=counted)
 
 
 class Published:

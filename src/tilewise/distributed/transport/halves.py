@@ -102,9 +102,11 @@ class Arena:
         self.views[key] = view
         return view
 
-    def copy(self, table: Table, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-        """Makes the copies of a table, all of this rank's memory."""
+    def copy(self, table: Table, sources: Tensors, targets: Tensors, *, meets: str = "") -> None:
+        """Makes the copies of a table, of this rank's memory, and meets ranks that call `meets`."""
         copy_one_by_one(table, sources, targets=targets)
+        if meets:
+            self.meet(meets)
 
     def add_runs(
         self, parts: Tensors, places: Tensor, targets: Tensor | None, totals: Tensors
@@ -172,14 +174,12 @@ class Arena:
         lists: Sequence[Sequence[Piece]],
         targets: Sequence[Tensor],
         *,
-        counted: int = 0,
         traffic: Sequence[Traffic] = (),
         then: Callable[[], None] | None = None,
     ) -> list[Any]:
         """Begins to copy lists of pieces of what other ranks have published, one list after the
-        other, while the caller's stream goes on. Every `counted` pieces are counted as one. What
-        comes from other nodes arrives by `traffic`, each for as many of the lists. Copies that
-        `then` makes follow each list, before its mark.
+        other, while the caller's stream goes on. What comes from other nodes arrives by `traffic`,
+        each for as many of the lists. Copies that `then` makes follow each list, before its mark.
 
         Returns:
             A mark for each list, for `arrive`.
@@ -187,29 +187,28 @@ class Arena:
         marks = []
         with self.copying():
             for pieces in self.arrivals(lists, traffic) if traffic else lists:
-                self.pulled += sum([x.nbytes for x in pieces])
-                for number, piece in enumerate(pieces, 1):
+                for piece in pieces:
                     self._copy_piece(piece, targets[piece.target])
-                    if counted and number % counted == 0:
-                        self.count_piece()
+                    if piece.arrived:
+                        self.count(piece.arrived)
                 if then is not None:
                     then()
                 marks.append(self.mark())
         return marks
 
     def _copy_piece(self, piece: Piece, target: Tensor) -> None:
-        nbytes = piece.nbytes
-        block = self.of(piece.rank, piece.start + nbytes)
-        row = bytes_at(target, piece.offset, pitch=nbytes, rows=1, width=nbytes)
-        row.copy_(block[None, piece.start :])
+        rank, start, _, offset, nbytes, rows, pitch, step, _ = piece
+        block = self.of(rank, start + (rows - 1) * pitch + nbytes)
+        source = bytes_at(block, start, pitch=pitch, rows=rows, width=nbytes)
+        bytes_at(target, offset, pitch=step, rows=rows, width=nbytes).copy_(source)
+        self.pulled += rows * nbytes
 
-    def count_piece(self) -> None:
-        """Counts the copies inside of `copying` so far as arrived, in an arena that can."""
+    def count(self, arrived: int) -> None:
+        """Says how many pieces have arrived with the copies so far, in an arena that can."""
 
-    @contextlib.contextmanager
-    def copying(self) -> Iterator[None]:
+    def copying(self) -> contextlib.AbstractContextManager[None]:
         """Makes the copies inside while the caller's stream goes on."""
-        yield
+        return contextlib.nullcontext()
 
     def mark(self) -> Any:
         """Marks the copies inside of `copying` so far, for `arrive`."""

@@ -8,10 +8,10 @@ API, cuStreamWriteValue32). A kernel that writes it would need an SM, which all 
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
-from collections.abc import Callable, Iterator
+import struct
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,25 +21,34 @@ from ...kernels.common.building import on_device
 
 Tensor = torch.Tensor
 Writer = Callable[[int, int, int], None]  # a stream, an address, a number of 32 bits
-Copier = Callable[[int, int, int, int], None]  # a stream, to and from where, bytes
+Copier = Callable[..., None]  # a stream, to and from where, bytes of a row; rows, `pitch`, `step`
 WRITE = "cuStreamWriteValue32_v2", (ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)
 COPY = "cuMemcpyDtoDAsync_v2", (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t)
+COPY_ROWS = "cuMemcpy2DAsync_v2", (ctypes.c_void_p,)
+# CUDA_MEMCPY2D: first column and row, kind of memory, on the host, on a device, as an array, pitch
+ROWS = struct.Struct("=2QI4x4Q2QI4x4Q2Q")
+UNIFIED = 4  # addresses of one device's map, as it is with peers' memory
 
 
-@contextlib.contextmanager
-def beside(stream: Any, before: Any) -> Iterator[None]:
-    """Makes a stream of the current device current inside, after which the stream `before` is.
+class Beside:
+    """Makes a stream current inside of a guard of its device, after which the stream `before` is.
     `torch.cuda.stream` also looks up what both are, which takes the host longer.
     """
-    inside, after = (
-        dict(stream_id=x.stream_id, device_index=x.device_index, device_type=x.device_type)
-        for x in (stream, before)
-    )
-    torch._C._cuda_setStream(**inside)
-    try:
-        yield
-    finally:
-        torch._C._cuda_setStream(**after)
+
+    def __init__(self, guard: Any, stream: Any, before: Any) -> None:
+        self.guard = guard
+        self.inside, self.after = (
+            dict(stream_id=x.stream_id, device_index=x.device_index, device_type=x.device_type)
+            for x in (stream, before)
+        )
+
+    def __enter__(self) -> None:
+        self.guard.__enter__()
+        torch._C._cuda_setStream(**self.inside)
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        torch._C._cuda_setStream(**self.after)
+        self.guard.__exit__(kind, error, trace)
 
 
 def writer_of(words: Tensor) -> Writer | None:
@@ -57,9 +66,10 @@ def copier_of(words: Tensor) -> Copier | None:
     """Returns a checked copier on the device of `words`; else None, with a warning."""
 
     def check(copy: Copier, stream: int, number: int) -> Tensor:
-        words[0] = number
-        copy(stream, words.data_ptr() + words.itemsize, words.data_ptr(), words.itemsize)
-        return words[1]
+        words[0], begin, size = number, words.data_ptr(), words.itemsize
+        copy(stream, begin + size, begin, size, rows=1, pitch=0, step=0)
+        copy(stream, begin + 2 * size, begin, size, rows=2, pitch=size, step=size)
+        return words[3]
 
     remedy = "torch copies what is pulled, which costs the host more"
     return _checked(_copier, check, device=words.device, otherwise=remedy)
@@ -102,11 +112,18 @@ def _writer() -> Writer:
 
 @functools.cache
 def _copier() -> Copier:
-    """Loads cuMemcpyDtoDAsync, between addresses of one device's map, with peers' memory."""
-    call = _driver(COPY[0], (*COPY[1], ctypes.c_void_p))
+    """Loads cuMemcpyDtoDAsync, and the same of several rows."""
+    call, of_rows = (_driver(name, (*x, ctypes.c_void_p)) for name, x in (COPY, COPY_ROWS))
 
-    def copy(stream: int, to: int, source: int, nbytes: int) -> None:
-        if status := call(to, source, nbytes, stream):
+    def copy(
+        stream: int, to: int, source: int, nbytes: int, rows: int, pitch: int, step: int
+    ) -> None:
+        if rows == 1:
+            status = call(to, source, nbytes, stream)
+        else:
+            places = (0, 0, UNIFIED, 0, source, 0, pitch, 0, 0, UNIFIED, 0, to, 0, step)
+            status = of_rows(ROWS.pack(*places, nbytes, rows), stream)
+        if status:
             raise RuntimeError(f"{COPY[0]}: CUDA error {status}")
 
     return copy

@@ -1,6 +1,8 @@
 """Copies of rows of bytes between strided tensors of one GPU, as many as a call has in one launch:
 each copy that torch would launch by itself costs the host more than the GPU.
 
+Ranks that meet once they have copied do so in the same launch, each by its last program.
+
 Tensors are addresses. A table, made once for a call's shapes, has where rows begin in them, how far
 they are apart, and how many there are, in units of 16 bytes, which a thread moves at a time.
 """
@@ -8,16 +10,20 @@ they are apart, and how many there are, in units of 16 bytes, which a thread mov
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from ..common.device_words import COPIED
 from ..common.row_table import BLOCK_M, BLOCK_N, Table
 from .launches import programs_of
+from .signals import barrier_kernel
 
 Tensor = torch.Tensor
-_FIELDS = tl.constexpr(9)
+_FIELDS, _COPIED = tl.constexpr(9), tl.constexpr(COPIED)
+_THREADS = tl.constexpr(128)  # of a program: one for each rank, where ranks meet
 _PROGRAMS = 528  # four an SM
 
 
@@ -65,16 +71,55 @@ def words_at(number, units, addresses, COUNT: tl.constexpr):
     return tl.multiple_of((first + units * 16).to(tl.pointer_type(tl.int32)), 16)
 
 
+@triton.jit(do_not_specialize=["tiles", "number", "fingerprint", "rank", "ranks", "limit"])
+def publish_kernel(
+    table,
+    sources,
+    targets,
+    tiles,
+    pads,
+    words,
+    report,
+    number,
+    fingerprint,
+    rank,
+    ranks,
+    limit,
+    SOURCES: tl.constexpr,
+    TARGETS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    TIMED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """The copies of a table, and the barrier of ranks by the last program that has copied."""
+    copy_table_kernel(table, sources, targets, tiles, SOURCES, TARGETS, PROGRAMS, BLOCK_M, BLOCK_N)
+    tl.debug_barrier()  # all threads have stored
+    if tl.atomic_add(words + _COPIED, 1, sem="acq_rel") == PROGRAMS - 1:
+        tl.store(words + _COPIED, 0)
+        barrier_kernel(
+            pads, words, report, number, fingerprint, rank, ranks, limit, True, TIMED, _THREADS
+        )
+
+
 LISTS = dict(sources="SOURCES", targets="TARGETS")
-copies = programs_of(copy_table_kernel, LISTS, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N)
+copies, publications = (
+    programs_of(kernel, LISTS, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N)
+    for kernel in (copy_table_kernel, publish_kernel)
+)
 
 
 def copy_table(
-    table: Table, sources: Sequence[int], targets: Sequence[int], device: torch.device
+    table: Table,
+    sources: Sequence[int],
+    targets: Sequence[int],
+    device: torch.device,
+    barrier: tuple[Any, ...] = (),
+    **options: Any,
 ) -> None:
-    """The copies of a table between tensors at these addresses."""
+    """The copies of a table between tensors at these addresses; then a barrier, if there is one."""
     entries = table.at(device)
     programs = _PROGRAMS if device.type == "cuda" else min(4, table.tiles)
-    constants = dict(SOURCES=len(sources), TARGETS=len(targets), PROGRAMS=programs)
-    program = copies(device, programs, **constants)
-    program.run((entries, *sources, *targets, table.tiles))
+    options |= dict(SOURCES=len(sources), TARGETS=len(targets), PROGRAMS=programs)
+    program = (publications if barrier else copies)(device, programs, **options)
+    program.run((entries, *sources, *targets, table.tiles, *barrier))

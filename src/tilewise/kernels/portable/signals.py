@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
-from ..common.device_words import FAILED, LATE
+from ..common.device_words import ARRIVED, FAILED, LATE
 from ..common.device_words import WORDS as DEVICE_WORDS
 from .launches import programs_of
 
@@ -33,7 +34,8 @@ LANES = 32  # of the warp that waits: a rank each
 WORDS = 2 * LANES  # of a pad: two slots
 POLLS = 1000  # a second, in the interpreter, which has no clock
 RAISED = 1  # the fingerprint of a rank that raised an error and does not call
-_FAILED, _LATE = tl.constexpr(FAILED), tl.constexpr(LATE)
+_FAILED, _ARRIVED, _LATE = tl.constexpr(FAILED), tl.constexpr(ARRIVED), tl.constexpr(LATE)
+_LANES = tl.constexpr(LANES)
 _BLOCK = 4096
 _PROGRAMS = 128  # of the kernel that poisons: about one an SM
 
@@ -66,19 +68,20 @@ def barrier_kernel(
     limit,
     WAITS: tl.constexpr,
     TIMED: tl.constexpr,
-    LANES: tl.constexpr,
+    THREADS: tl.constexpr,
 ):
     """Barrier `number` of a rank. Where a rank does not come within `limit`, or comes with another
     fingerprint, `failed` is set, and `report` gets the number and the words that were found.
     """
-    lane = tl.arange(0, LANES)
+    lane = tl.arange(0, THREADS)
     is_rank = lane < ranks
     word = (tl.cast(number, tl.int64) << 32) | tl.cast(fingerprint, tl.int64)
-    slot = (number % 2) * LANES
+    slot = (number % 2) * _LANES
     theirs = tl.load(pads + lane, mask=is_rank, other=0).to(tl.pointer_type(tl.int64))
-    words = tl.zeros([LANES], tl.int64) + word
+    words = tl.zeros([THREADS], tl.int64) + word
     tl.atomic_xchg(theirs + slot + rank, words, mask=is_rank, sem="release", scope="sys")
     if WAITS:
+        tl.store(failed + _ARRIVED, 0)  # of what is pulled next
         mine = tl.load(pads + rank).to(tl.pointer_type(tl.int64)) + slot + lane
         has_failed = tl.load(failed)
         polls = tl.zeros([], tl.int64)
@@ -131,7 +134,7 @@ def poison_kernel(
             fill_nan(tensors[i], sizes[i], PROGRAMS, BLOCK)
 
 
-barriers = programs_of(barrier_kernel, LANES=LANES)
+barriers = programs_of(barrier_kernel, THREADS=LANES)
 LISTS = dict(tensors="TENSORS", sizes="TENSORS")
 poisons = programs_of(poison_kernel, LISTS, PROGRAMS=_PROGRAMS, BLOCK=_BLOCK)
 
@@ -153,16 +156,27 @@ class Signals:
         self.report = torch.zeros(1 + LANES, dtype=torch.int64, pin_memory=pinned)
         self._reported = ctypes.c_int64.from_address(self.report.data_ptr())
 
-    def barrier(self, number: int, fingerprint: int, seconds: float, waits: bool = True) -> None:
+    def barrier(
+        self,
+        number: int,
+        fingerprint: int,
+        seconds: float,
+        *,
+        waits: bool = True,
+        behind: Any = None,
+    ) -> None:
         """Barrier `number`, on the current stream; without `waits` it is only said that this rank
-        has come.
+        has come. A launch that it is `behind` makes it.
         """
         is_timed = self.device.type == "cuda"
         limit = int(seconds * (1e9 if is_timed else POLLS))
-        looks = (limit < 2**31,)
-        program = barriers(self.device, 1, compiled_for=looks, WAITS=waits, TIMED=is_timed)
+        options: Any = dict(compiled_for=(limit < 2**31,), TIMED=is_timed)
         numbers = number, fingerprint, self.rank, self.ranks, limit
-        program.run((self.pads, self.words, self.report, *numbers))
+        values = self.pads, self.words, self.report, *numbers
+        if behind is None:
+            barriers(self.device, 1, WAITS=waits, **options).run(values)
+        else:
+            behind(barrier=values, **options)
 
     @property
     def has_failed(self) -> bool:
