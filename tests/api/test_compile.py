@@ -1,5 +1,6 @@
 """torch.compile: one graph for every length, equal results and gradients."""
 
+import functools
 import hashlib
 import inspect
 import itertools
@@ -12,6 +13,7 @@ from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_inductor_cache, run_fw_bw_and_get_code
 
 import tilewise
+from tilewise import mods
 from tilewise.frontend.compiled import nodes
 from tilewise.ops import schema
 from tilewise.testing import use_interpreter
@@ -275,10 +277,12 @@ def test_a_call_that_dynamo_leaves_raises_what_eager_does(name):
         again(torch.randn(1, 8, 2, 16))
 
 
-def test_vmap_under_compile():
+@pytest.mark.parametrize("mask", [None, mods.causal()], ids=["", "traced"])
+def test_vmap_under_compile(mask):
     tensors = [torch.randn(3, 2, 8, heads, 16) for heads in (4, 2, 2)]
-    again, counter = compiled(torch.vmap(tilewise.attention))
-    want = torch.stack([tilewise.attention(*x) for x in zip(*tensors)])
+    attend = functools.partial(tilewise.attention, mask_mod=mask)
+    again, counter = compiled(torch.vmap(attend))
+    want = torch.stack([attend(*x) for x in zip(*tensors)])
     torch.testing.assert_close(again(*tensors), want)
     assert counter.frame_count == 1
 

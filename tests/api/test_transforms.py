@@ -153,6 +153,31 @@ def test_grad_of_vmap():
     torch.testing.assert_close(got, want)
 
 
+COMPILED = {
+    "plain": lambda q: tilewise.attention(q, q, q),
+    "flex": lambda q: tilewise.flex_attention(q, q, q),  # which Dynamo traces, and leaves
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's, of its own tracing
+@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("order", ["grad", "vmap of grad", "grad of vmap"])
+def test_a_gradient_inside_a_compiled_function(order, name):
+    attend, x = COMPILED[name], torch.randn(2, 1, 5, 2, 8)
+
+    def square(q):
+        return attend(q).square().sum()
+
+    transformed = {
+        "grad": lambda x: grad(square)(x[0]),
+        "vmap of grad": lambda x: vmap(grad(square))(x),
+        "grad of vmap": lambda x: grad(lambda x: vmap(attend)(x).square().sum())(x),
+    }[order]
+    is_traced = name != "flex"
+    again = torch.compile(transformed, backend="aot_eager", fullgraph=is_traced)
+    torch.testing.assert_close(again(x), transformed(x))
+
+
 @pytest.mark.parametrize("part", [0, 1], ids=["out", "lse"])
 def test_jacrev_is_the_jacobian(part):
     q, k, v = (x[:1, :3, :1, :4].contiguous() for x in qkv())

@@ -45,7 +45,7 @@ def attention(
     """`out` and `lse` of a checked call, differentiable in all inputs that require grad;
     `is_dispatched` is what `needs_dispatcher` returned.
     """
-    if not (is_dispatched and torch.compiler.is_compiling()) and _is_transformed():
+    if _is_transformed() and (late.wants_gradient() or not torch.compiler.is_dynamo_compiling()):
         return apply(_Attention, call, (q, k, v, *extras.tensors))
     if is_dispatched:
         late.register_late()
@@ -125,7 +125,7 @@ def differentiated(call: Call, saved: Saved, extras: Extras) -> Grads:
             "is_grads_batched or vectorize=True: torch's old vmap cannot map attention's backward; "
             "use torch.func.jacrev, or torch.func.vmap of torch.func.vjp"
         )
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+    if torch.is_grad_enabled() and (_is_transformed() or not torch.compiler.is_compiling()):
         # create_graph or a functorch transform: the gradients are to be differentiated in turn.
         return Grads._make(apply(AttentionBackward, call, (*saved, *extras.tensors)))
     return Grads._make(_backward_of(call, saved, extras=extras))

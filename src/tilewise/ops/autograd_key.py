@@ -11,7 +11,7 @@ import torch
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 
-from .calls import PLAIN_TENSORS, has_lazy
+from .calls import PLAIN_TENSORS, has_lazy, needs_grad
 from .schema import LIBRARY, flat
 
 
@@ -47,10 +47,6 @@ def is_plain(tensors: tuple) -> bool:
     """
     if torch._C._len_torch_dispatch_stack() or forward_ad._current_level >= 0:
         return False
-    if peek_interpreter_stack() is not None:
+    if peek_interpreter_stack() is not None or not PLAIN_TENSORS.issuperset(map(type, tensors)):
         return False
-    has_grad = torch.is_grad_enabled()
-    for x in tensors:
-        if type(x) not in PLAIN_TENSORS or (has_grad and x is not None and x.requires_grad):
-            return False
-    return not has_lazy(tensors)
+    return not (needs_grad(tensors) or has_lazy(tensors))

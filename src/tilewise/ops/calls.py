@@ -87,6 +87,7 @@ def find(
         or torch._C._len_torch_dispatch_stack()
         or torch._C._is_any_autocast_enabled()
         or not are_plain
+        or tensors[0] is None
     ):
         return NOT_FOUND
     for x in tensors:
@@ -95,11 +96,8 @@ def find(
                 return NOT_FOUND
             if not checks_values and x.dtype is torch.int32 and is_read(x):
                 return NOT_FOUND
-    q = tensors[0]
-    if q is None:
-        return NOT_FOUND
     entry = entry_of(tensors, (plain, kinds))
-    if entry is not None and key is not None and q.device.type not in UNGUARDED:
+    if entry is not None and key is not None and tensors[0].device.type not in UNGUARDED:
         remember(key, tensors, entry=entry)
     return entry, None
 
@@ -110,19 +108,12 @@ def needs_dispatcher(tensors: Iterable[Tensor | None]) -> bool:
     """
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return True
-    for t in tensors:  # a loop costs half of any() over a generator
-        if type(t) not in PLAIN_TENSORS:
-            return True
-    return False
+    return not PLAIN_TENSORS.issuperset(map(type, tensors))
 
 
 def needs_grad(tensors: Iterable[Tensor | None]) -> bool:
     """Whether autograd will ask for a gradient of any of these."""
-    if torch.is_grad_enabled():
-        for t in tensors:
-            if t is not None and t.requires_grad:
-                return True
-    return False
+    return torch.is_grad_enabled() and any([x is not None and x.requires_grad for x in tensors])
 
 
 def has_lazy(tensors: Iterable[Tensor | None]) -> bool:

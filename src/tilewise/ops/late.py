@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 import torch
+from torch._C._functorch import TransformType, get_interpreter_stack
 
 from ..mods.compilers import gives_constant
 from ..problem import Call, Extras, Saved
@@ -31,6 +32,12 @@ def register_late() -> None:
         from . import sharding
 
         sharding.register()
+
+
+@gives_constant
+def wants_gradient() -> bool:
+    """Inside functorch's grad, vjp or jacrev, which operators of torch.library do not support."""
+    return any(x.key() == TransformType.Grad for x in get_interpreter_stack() or ())
 
 
 _late = {"flops": False, "dtensor": False}
