@@ -120,6 +120,16 @@ def test_a_tensor_that_comes_twice_is_found_by_its_guard():
     assert recall((q, q, v, None, starts, starts)) is None
 
 
+@pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype:UserWarning")
+def test_a_nested_tensor_is_not_compared():
+    """Torch's guards ask one for its strides, and their error ends the process."""
+    q, k, v = torch.zeros(3, 2, 4, 2, 8).unbind(0)
+    recall = guards.guard_of((q, k, v), calls.Entry())
+    nested = torch.nested.nested_tensor([*q])
+    for changed in ((nested, k, v), (q, nested, v), (q, k, nested)):
+        assert recall(changed) is None
+
+
 def test_an_operator_is_found_by_its_guard(monkeypatch):
     """A compiled graph's, whose forwards and backwards have the same options."""
     monkeypatch.setattr(ops, "UNGUARDED", frozenset())

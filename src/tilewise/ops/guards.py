@@ -26,6 +26,7 @@ except ImportError:  # a torch whose guards are others: calls are found by their
 
 Tensor = torch.Tensor
 MAX_GUARDS = 4096
+IS_NESTED = Tensor.is_nested.__get__  # pyright: ignore
 
 
 # Returns the entry and the addresses of the tensors that are not None, if these look so
@@ -65,7 +66,7 @@ def guard_of(tensors: Sequence[Tensor | None], entry: Any) -> Recall | None:
             if any([selected[m] is not selected[n] for m, n in repeats]):
                 return None
             distinct = [selected[n] for n in once]
-        if not check(*distinct):
+        if any(map(IS_NESTED, distinct)) or not check(*distinct):  # which would end the process
             return None
         addresses = list(map(Tensor.data_ptr, selected))
         if functools.reduce(operator.or_, addresses) % ALIGNMENT or (alive := reference()) is None:
