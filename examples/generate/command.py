@@ -73,7 +73,7 @@ def generate(
 
 def explain_what_is_missing() -> None:
     """Exit code 2, with what to install."""
-    if reason := missing("generate", "transformers"):
+    if reason := missing("generate", ["transformers"]):
         raise click.UsageError(reason)
 
 

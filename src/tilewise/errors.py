@@ -2,6 +2,7 @@
 
 import importlib.util
 import warnings
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -61,7 +62,7 @@ def warn_slow(reason: str, category: type[Warning] = PerformanceWarning) -> None
     warnings.warn(reason, category, stacklevel=3)
 
 
-def missing(user: str, *packages: str) -> str:
+def missing(user: str, packages: Sequence[str]) -> str:
     """Which of these packages `user` lacks, and the extras that bring them; "" where all are here.
 
     Packages are named as they are imported.
@@ -76,7 +77,7 @@ def missing(user: str, *packages: str) -> str:
 
 def require(user: str, *packages: str) -> None:
     """Raises a ModuleNotFoundError with the remedy where one of these packages is missing."""
-    if reason := missing(user, *packages):
+    if reason := missing(user, packages):
         raise ModuleNotFoundError(reason)
 
 

@@ -7,7 +7,7 @@ import sys
 from .. import __version__
 from ..errors import missing
 
-if reason := missing("the tilewise command", "click", "rich"):
+if reason := missing("the tilewise command", ["click", "rich"]):
     sys.exit(reason)
 
 import click

@@ -25,7 +25,7 @@ class Axes(NamedTuple):
 
 def _wanted(ctx: click.Context, param: click.Parameter, path: str | None) -> str | None:
     """Before anything is measured, not after."""
-    if path is not None and (reason := missing("a picture", "matplotlib")):
+    if path is not None and (reason := missing("a picture", ["matplotlib"])):
         raise click.UsageError(reason)
     return path
 

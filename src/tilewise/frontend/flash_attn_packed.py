@@ -35,12 +35,6 @@ def _check_options(name: str, options: dict[str, Any]) -> None:
         raise unexpected(f"tilewise.{name}", unknown)
 
 
-def _pass_on(
-    function: Callable[..., Any], inputs: tuple[Any, ...], flags: Any, options: dict[str, Any]
-) -> Any:
-    return function(*inputs, *flags, **options)
-
-
 @_shows_options
 def flash_attn_qkvpacked_func(qkv: Tensor, *flags: Any, **options: Any):
     """`flash_attn_func` on q, k and v stacked in one tensor, which is read in place.
@@ -63,7 +57,8 @@ def flash_attn_qkvpacked_func(qkv: Tensor, *flags: Any, **options: Any):
         NotImplementedError: no backend supports the call; the message has each backend's reason.
     """
     _check_options("flash_attn_qkvpacked_func", options)
-    return _pass_on(flash_attn_func, _unpack("qkv", qkv, parts=3), flags, options)
+    q, k, v = _unpack("qkv", qkv, parts=3)
+    return flash_attn_func(q, k, v, *flags, **options)
 
 
 @_shows_options
@@ -91,7 +86,7 @@ def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *flags: Any, **options: Any)
     """
     _check_options("flash_attn_kvpacked_func", options)
     k, v = _unpack("kv", kv, parts=2)
-    return _pass_on(flash_attn_func, (q, k, v), flags, options)
+    return flash_attn_func(q, k, v, *flags, **options)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -120,8 +115,8 @@ def flash_attn_varlen_qkvpacked_func(
         NotImplementedError: no backend supports the call; the message has each backend's reason.
     """
     q, k, v = _unpack("qkv", qkv, parts=3, dim=1)
-    inputs = q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
-    return _pass_on(flash_attn_varlen_func, inputs, flags, options)
+    lengths = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
+    return flash_attn_varlen_func(q, k, v, *lengths, *flags, **options)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -161,8 +156,8 @@ def flash_attn_varlen_kvpacked_func(
         NotImplementedError: no backend supports the call; the message has each backend's reason.
     """
     k, v = _unpack("kv", kv, parts=2, dim=1)
-    inputs = q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    return _pass_on(flash_attn_varlen_func, inputs, flags, options)
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    return flash_attn_varlen_func(q, k, v, *lengths, *flags, **options)
 
 
 def _unpack(name: str, packed: Tensor, parts: int, dim: int = 2) -> tuple[Tensor, ...]:
