@@ -52,7 +52,7 @@ def decode_with_append():
     )
 
 
-MOST = {dense: 9, packed: 10, fp8: 19, paged_decode: 9, decode_with_append: 62}
+MOST = {dense: 9, packed: 10, fp8: 19, paged_decode: 9, decode_with_append: 60}
 
 
 @pytest.mark.parametrize("prepare", MOST, ids=lambda x: x.__name__)

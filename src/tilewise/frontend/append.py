@@ -123,7 +123,6 @@ def check_append(new: Append) -> None:
             "that includes the new ones, or slots, the place of each new key"
         )
     if new.slots is not None:
-        checks.check_tensor("slots", new.slots)
         checks.check_kind("slots", new.slots, q=k, dtypes=(torch.int64,), of="k")
         if new.slots.shape != k.shape[:-2]:
             raise ArgumentError(
@@ -132,7 +131,6 @@ def check_append(new: Append) -> None:
             )
     for name, x, dims in (("page_table", new.page_table, 2), ("seqused_k", new.seqused_k, 1)):
         if x is not None:
-            checks.check_tensor(name, x)
             checks.check_kind(name, x, q=k, dtypes=(torch.int32,), of="k")
             if x.dim() != dims or x.shape[0] != batch:
                 raise ArgumentError(
@@ -231,7 +229,6 @@ def check_rotary(rotary: Any, x: Tensor, of: str) -> None:
 def check_tables(rotary: Rotary, x: Tensor, of: str, prefix: str = "rotary.") -> None:
     """cos and sin of angles for the heads of x; their names begin with `prefix`."""
     for name, table in ((f"{prefix}cos", rotary.cos), (f"{prefix}sin", rotary.sin)):
-        checks.check_tensor(name, table)
         checks.check_kind(name, table, q=x, dtypes=FLOATS, of=of)
         most = x.shape[-1] // 2
         if table.dim() != 2 or table.shape != rotary.cos.shape or table.shape[1] > most:

@@ -81,9 +81,7 @@ def lengths_before(arguments: dict[str, Any], batch: int, table_name: str) -> Te
         x = arguments[name]
         if x is None or (x is length and not (isinstance(x, Tensor) and x.ndim == 1)):
             continue
-        if type(x) is not Tensor:
-            check_tensor(name, x)
-        if x.dtype is not torch.int32 or x.device != k_cache.device:
+        if type(x) is not Tensor or x.dtype is not torch.int32 or x.device != k_cache.device:
             check_kind(name, x, q=k_cache, dtypes=(torch.int32,), of="k_cache")
         if torch.compiler.is_compiling() and not name.startswith("cu_"):
             share_batch(None if arguments["cu_seqlens_q"] is not None else arguments["q"], x)

@@ -57,10 +57,10 @@ def check_form(name: str, x: Tensor, q: Tensor, of: str = "q") -> None:
     check_kind(name, x, q=q, dtypes=dtypes, of=of)
 
 
-def check_kind(
-    name: str, x: Tensor, q: Tensor, dtypes: Sequence[torch.dtype], of: str = "q"
-) -> None:
-    """A tensor has one of some dtypes, and is on the device of `of`."""
+def check_kind(name: str, x: Any, q: Tensor, dtypes: Sequence[torch.dtype], of: str = "q") -> None:
+    """It is a tensor, has one of some dtypes, and is on the device of `of`."""
+    if not isinstance(x, torch.Tensor) or x.is_nested or x.layout != torch.strided:
+        check_tensor(name, x)
     if x.dtype not in dtypes:
         kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise ArgumentError(f"{name}.dtype is {x.dtype}: it must be {kinds}")

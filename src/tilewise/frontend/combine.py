@@ -9,7 +9,7 @@ from ..features import FLOATS
 from ..kernels.common.shared_memory import check_written
 from ..ops.attention import needs_dispatcher
 from ..tile import split_kv
-from .checks import check_kind, check_tensor
+from .checks import check_kind
 
 Tensor = torch.Tensor
 
@@ -44,7 +44,6 @@ def flash_attn_combine(
     """
     tensors = dict(out_partial=out_partial, lse_partial=lse_partial)
     for name, x in (tensors if out is None else tensors | dict(out=out)).items():
-        check_tensor(name, x)
         check_kind(name, x, q=out_partial, dtypes=FLOATS, of="out_partial")
     dtypes = FLOATS if out is None else (out.dtype,)
     if out_dtype is not None and all(out_dtype is not dtype for dtype in dtypes):
