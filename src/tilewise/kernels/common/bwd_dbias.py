@@ -35,8 +35,8 @@ def sharing_of(dbias, q, k, tile) -> tuple[Sharing, int]:
     n_blocks = triton.cdiv(k.shape[1], tile.BLOCK_N)
     of_scores = q.shape[0], q.shape[2], m_blocks, n_blocks
     of_bias = [1 if n == 1 else tiles for n, tiles in zip(dbias.shape, of_scores)]
-    sharing = Sharing(*of_bias[1:], *(tiles // n for n, tiles in zip(of_bias, of_scores)))
-    return sharing, math.prod(of_bias)
+    shares = [tiles // n for n, tiles in zip(of_bias, of_scores)]
+    return Sharing._make([*of_bias[1:], *shares]), math.prod(of_bias)
 
 
 @triton.jit
