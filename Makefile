@@ -165,9 +165,11 @@ ifneq ($(READY),)
 # A torch that pins its own Triton (the CUDA builds) keeps it; the others come without one.
 # Python's own pip takes twice as long; modules are compiled when they are first imported, which most never are.
 INSTALL = $(PYTHON) -m pip install -q --no-compile
+# A pip outside installs the newest one in a third of the time that the venv's own takes.
 $(TORCH_STAMP):
-	test -x $(PYTHON) || $(BASE_PYTHON) -m venv $(VENV)
-	$(INSTALL) --upgrade pip
+	test -x $(PYTHON) || $(BASE_PYTHON) -m venv --without-pip $(VENV)
+	$(BASE_PYTHON) -m pip --python $(PYTHON) install -q --no-compile --upgrade pip || \
+		{ $(PYTHON) -m ensurepip && $(INSTALL) --upgrade pip; }
 	$(INSTALL) --upgrade "$(TORCH)"
 	if [ -n "$(TRITON)" ] && [ "$$(uname -s)" = Linux ] && \
 		! $(PYTHON) -m pip show torch | grep -q '^Requires:.*triton'; \
