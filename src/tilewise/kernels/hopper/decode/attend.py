@@ -22,7 +22,7 @@ from .barriers import make_ready
 from .fold import end_part, fold_slice
 from .piece import attend_piece
 from .rows import rows_at, store_partial, write_rows
-from .scales import k_sequence_scale
+from .scales import sequence_scale
 from .swapped import attend_piece_swapped, output_layout
 from .work import END, PART, blocks_of, half_of, receive_work, seen_of
 
@@ -136,7 +136,7 @@ def attend_part(
     is_first = work.index == FOLDED
     k_scale = 1.0
     if call.scales.k is not None:
-        k_scale = k_sequence_scale(call.scales, work.batch, work.head_k, work.seqlen_k > 0)
+        k_scale = sequence_scale(call.scales, 0, work.batch, work.head_k, work.seqlen_k > 0)
     m_run = gl.full([M], float("-inf"), gl.float32, row_of(O_LAYOUT))
     l_run = gl.zeros([M], gl.float32, row_of(O_LAYOUT))
     run = gl.zeros([M, DV], gl.float32, O_LAYOUT)

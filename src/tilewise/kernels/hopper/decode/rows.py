@@ -10,7 +10,7 @@ from ....tile.softmax import finish, load_sink
 from ....tile.splits import SplitState
 from ..layouts import column_of, row_of
 from ..pieces import in_pieces
-from .scales import v_sequence_scale
+from .scales import sequence_scale
 from .work import partial_row
 
 
@@ -64,7 +64,7 @@ def write_rows(work, state, rows, columns, has_lse, output, call, FEATURES: gl.c
     out = state.acc_o * rescale[:, None]
     if call.scales.v is not None:
         has_keys = work.seqlen_k > 0
-        out = out * v_sequence_scale(call.scales, work.batch, work.head_k, has_keys)
+        out = out * sequence_scale(call.scales, 1, work.batch, work.head_k, has_keys)
     out = out.to(output.out.ptr.dtype.element_ty)
     begins = begins_of(output.out, work, rows=rows, FEATURES=FEATURES)
     inside = rows.is_query[:, None] & (columns < FEATURES.HEADDIM_V)[None, :]

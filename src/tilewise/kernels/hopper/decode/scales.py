@@ -55,29 +55,19 @@ def v_rows(scales):
 
 
 @gluon.jit
-def k_sequence_scale(scales, batch, head_k, has_keys):
-    """What a sequence's scores are multiplied with, unless each row has its own scale."""
-    return sequence_scale(
-        scales.k, scales.k_batch, scales.k_row, scales.k_head, batch, head_k, has_keys
-    )
-
-
-@gluon.jit
-def v_sequence_scale(scales, batch, head_k, has_keys):
-    """What its outputs are multiplied with, unless each row has its own scale."""
-    return sequence_scale(
-        scales.v, scales.v_batch, scales.v_row, scales.v_head, batch, head_k, has_keys
-    )
-
-
-@gluon.jit
-def sequence_scale(ptr, batch_stride, row_stride, head_stride, batch, head_k, has_keys):
-    """The scale of a sequence's head, read where it has keys; 1 where each row has its own."""
-    if ptr is None or row_stride is not None:
+def sequence_scale(scales, WHICH: gl.constexpr, batch, head_k, has_keys):
+    """What scores (WHICH is 0) or outputs of a sequence's head are multiplied with, read where it
+    has keys; 1 where each row has its own.
+    """
+    if WHICH == 0:
+        ptr, by_batch, by_row, by_head = scales.k, scales.k_batch, scales.k_row, scales.k_head
+    else:
+        ptr, by_batch, by_row, by_head = scales.v, scales.v_batch, scales.v_row, scales.v_head
+    if ptr is None or by_row is not None:
         return 1.0
     else:
-        ptrs = ptr + gl.to_tensor(batch).to(gl.int64) * batch_stride + head_k * head_stride
-        return gl.load(ptrs, mask=has_keys, other=1.0)
+        first = ptr + gl.to_tensor(batch).to(gl.int64) * by_batch
+        return gl.load(first + head_k * by_head, mask=has_keys, other=1.0)
 
 
 @gluon.jit

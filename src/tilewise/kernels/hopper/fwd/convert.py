@@ -18,7 +18,7 @@ from ....tile.types import Table
 from ..compat import reinterpret
 from ..decode.eight_bits import neighbours
 from ..decode.entries import look_up_rows, rows_of
-from ..decode.scales import copy_row_scales, have_scales, k_rows, k_sequence_scale, v_rows
+from ..decode.scales import copy_row_scales, have_scales, k_rows, sequence_scale, v_rows
 from ..layouts import doublings, shared
 from ..pipeline import PipelineState, advance, release, start, wait_empty, wait_full
 from ..work import END, key_block, key_head
@@ -171,18 +171,16 @@ def sign_of_keys(work, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
         return 0
     else:
         NEGATIVE: gl.constexpr = -0x7FFF8000 if TILE.CACHE == "int8" else -0x7F7F7F80
-        scale = scale_in(work, k_sequence_scale, call, FEATURES, TILE)
+        scale = scale_in(work, 0, call=call, FEATURES=FEATURES, TILE=TILE)
         return gl.where(scale < 0.0, NEGATIVE, 0)
 
 
 @gluon.jit
-def scale_in(work, SCALE_OF: gl.constexpr, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
-    """The scale of a tile's keys, or of its values and so of its output, as `decode.scales` has it;
-    1 without keys.
-    """
+def scale_in(work, WHICH: gl.constexpr, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
+    """The `sequence_scale` of a tile's keys (WHICH is 0), or values; 1 without keys."""
     head_k, _ = key_head(work.head, FEATURES, TILE=TILE)
     has_keys = lengths_in(work, call, FEATURES=FEATURES).seqlen_k > 0
-    return SCALE_OF(call.optionals.scales, work.batch, head_k, has_keys)
+    return sequence_scale(call.optionals.scales, WHICH, work.batch, head_k, has_keys)
 
 
 @gluon.jit
@@ -194,7 +192,7 @@ def unit_of_keys(work, call, FEATURES: gl.constexpr, TILE: gl.constexpr):
     if TILE.CACHE == "" or scales.k is None or scales.k_row is not None:
         return 1.0
     else:
-        scale = scale_in(work, k_sequence_scale, call, FEATURES, TILE)
+        scale = scale_in(work, 0, call=call, FEATURES=FEATURES, TILE=TILE)
         return gl.where(scale == 0.0, TINY, gl.abs(scale))
 
 

@@ -12,7 +12,6 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ....tile.softmax import finish, load_sink
 from ..compat import tma_store
-from ..decode.scales import v_sequence_scale
 from ..layouts import row_of
 from ..pieces import TMA_UNIT
 from ..pipeline import make_barrier
@@ -101,7 +100,7 @@ def write_rows(
     out = acc_o * rescale[:, None]  # (64, BLOCK_DV)
     if TILE.CACHE != "":
         if call.optionals.scales.v is not None:
-            out = out * scale_in(work, v_sequence_scale, call, FEATURES, TILE)
+            out = out * scale_in(work, 1, call=call, FEATURES=FEATURES, TILE=TILE)
     store_rows(out, q_idx, work, output, parity, WG, FEATURES, TILE)
 
 

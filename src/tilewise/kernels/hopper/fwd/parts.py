@@ -21,6 +21,7 @@ from ....tile.softmax import finish, load_sink
 from ....tile.splits import SplitState, fold
 from ...common.lengths import for_all_lengths
 from ..compat import barrier
+from ..decode.scales import sequence_scale
 from ..layouts import column_of, row_of
 from ..operands import row_factor
 from ..pieces import in_pieces
@@ -220,19 +221,12 @@ def fold_parts_kernel(
     if TILE.CACHE != "":
         if scales.v is not None and scales.v_row is None:
             has_keys = exists & (state.m_i != float("-inf"))
-            acc_o = acc_o * row_scales(scales, batch, heads, has_keys, FEATURES)[:, None]
+            head_k = (heads + gl.zeros_like(row)) // FEATURES.GROUP  # one head may have all rows
+            acc_o = acc_o * sequence_scale(scales, 1, batch, head_k, has_keys)[:, None]
     rounded = acc_o.to(out.ptr.dtype.element_ty)
     gl.store(out.ptr + begins[:, None] + columns[None, :], rounded, mask=inside)
     place = (batch * sizes.nheads + heads) * sizes.seqlen_q + q_idx
     gl.store(lse + place, row_lse, mask=exists)
-
-
-@gluon.jit
-def row_scales(scales, batch, heads, has_keys, FEATURES: gl.constexpr):
-    """The scale of V that rows of a sequence and of `heads` have; 1 where they saw no keys."""
-    ptrs = scales.v + batch * scales.v_batch + heads // FEATURES.GROUP * scales.v_head
-    ptrs += gl.zeros_like(has_keys).to(gl.int32)  # one head may have all rows
-    return gl.load(ptrs, mask=has_keys, other=1.0)
 
 
 @gluon.jit
