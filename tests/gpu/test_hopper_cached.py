@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers.caches import contiguous, paged, sequences
 from helpers.eight_bits import POISON, quantised
+from helpers.left_pages import arguments, in_batch, leave
 
 import tilewise
 from tilewise.kernels.hopper.fwd import cached as schedules
@@ -16,7 +17,7 @@ from tilewise.testing.tolerance import assert_within
 
 pytestmark = pytest.mark.gpu
 
-BF16 = torch.bfloat16
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 QUERIES, LENGTHS = 300, [1900, 700, 31, 0]
 SLOPES = torch.tensor([0.5, 0.1, 0.02, 0.01] * 2)
 CASES = [
@@ -75,8 +76,8 @@ def assert_equal(found, expected):
 
 
 EIGHT_BITS = [
-    (torch.float8_e4m3fn, BF16, 128, dict(causal=True)),
-    (torch.float8_e4m3fn, torch.float16, 64, dict(causal=True, window=(700, 0))),
+    (E4M3, BF16, 128, dict(causal=True)),
+    (E4M3, torch.float16, 64, dict(causal=True, window=(700, 0))),
     (torch.int8, BF16, 64, {}),
 ]
 
@@ -109,6 +110,20 @@ def test_the_formula_and_the_bits(name, headdims, heads, options, served):
     rough = tilewise.attention_reference(*(x.cuda() for x in (q, k, v)), upcast=False, **words)
     for what, *triple in zip(("out", "lse"), found, exact, rough):
         assert_within(*triple, what)
+
+
+LEFT = [(16, BF16, (256, 256)), (64, BF16, (128, 128)), (16, E4M3, (64, 64))]
+
+
+@pytest.mark.parametrize("page_size, dtype, headdims", LEFT)
+def test_pages_that_a_window_has_left_behind_may_be_anything(page_size, dtype, headdims, served):
+    at = in_batch(arguments([QUERIES] * 3, LENGTHS[:3], page_size, dtype, (8, 2), headdims))
+    for left in (110, 650):
+        options = dict(causal=True, window=(left, 0), backend="hopper", return_lse=True)
+        expected = tilewise.attention(**moved(at), **options)
+        assert expected[0].isfinite().all()
+        for _ in range(20):
+            assert_equal(tilewise.attention(**moved(leave(at, left)), **options), expected)
 
 
 @pytest.mark.parametrize("page_size", [None, 16])

@@ -24,48 +24,66 @@ class Entries(NamedTuple):
 
 
 @gluon.jit
-def first_entries(n, work, keys, table, BOX: gl.constexpr, N: gl.constexpr):
+def first_entries(n, work, keys, table, FEATURES: gl.constexpr, BOX: gl.constexpr, N: gl.constexpr):
     """Looks up the entries of a part's first block, from key n on."""
     if table.page_table is None:
         return Entries(work.batch, n, row=n)
     else:
         place = n // (BOX if BOX < N else table.page_size)
         row = n - place * (BOX if BOX < N else table.page_size)
-        return look_up(place, row, n, work, keys, table, BOX, N)
+        return look_up(place, row, n, work, keys, table, FEATURES=FEATURES, BOX=BOX, N=N)
 
 
 @gluon.jit
-def next_entries(before, n, work, keys, table, BOX: gl.constexpr, N: gl.constexpr):
+def next_entries(
+    before, n, work, keys, table, FEATURES: gl.constexpr, BOX: gl.constexpr, N: gl.constexpr
+):
     """Looks up the entries of the next block, from key n on."""
     if BOX < N or table.page_table is None:
-        return first_entries(n, work, keys=keys, table=table, BOX=BOX, N=N)
+        return first_entries(n, work, keys=keys, table=table, FEATURES=FEATURES, BOX=BOX, N=N)
     else:  # pages are whole blocks
         is_over = before.row + N >= table.page_size
         place = before.place + is_over.to(gl.int32)
         row = gl.where(is_over, 0, before.row + N)
-        return look_up(place, row, n, work, keys, table, BOX, N)
+        return look_up(place, row, n, work, keys, table, FEATURES=FEATURES, BOX=BOX, N=N)
 
 
 @gluon.jit
-def look_up(place, row, n, work, keys, table, BOX: gl.constexpr, N: gl.constexpr):
-    """Entries from a place on; none is read behind the last key's."""
+def look_up(
+    place, row, n, work, keys, table, FEATURES: gl.constexpr, BOX: gl.constexpr, N: gl.constexpr
+):
+    """Entries from a place on; none is read behind the last key's, or that a window has left."""
     first = table.page_table + work.batch.to(gl.int64) * table.stride + place
     if BOX < N:
         lane = gl.arange(0, 32, LANE_LAYOUT)
-        pages = gl.load(first + lane, mask=n + lane * BOX < keys.last, other=0)
+        is_used = n + lane * BOX < keys.last
+        if FEATURES.LEFT:
+            is_used = is_used & is_seen(place, keys, BOX=BOX)
+        pages = gl.load(first + lane, mask=is_used, other=0)
     else:
         pages = gl.load(first, mask=n < keys.last, other=0)
     return Entries(pages, place, row=row)
 
 
 @gluon.jit
-def pages_of(entries, table):
-    """The pages of a block's boxes, which are there whatever the table says."""
+def is_seen(place, keys, BOX: gl.constexpr):
+    """Whether pages, one a lane, hold the first key that is seen, or keys behind it."""
+    return place + gl.arange(0, 32, LANE_LAYOUT) >= keys.first // BOX
+
+
+@gluon.jit
+def pages_of(entries, keys, table, FEATURES: gl.constexpr, BOX: gl.constexpr, N: gl.constexpr):
+    """The pages of a block's boxes, which are there whatever the table says; behind all, where TMA
+    finds zeros, of those that a window has left: they may hold NaN, and 0 times NaN is NaN.
+    """
     if table.page_table is None:
         return entries.pages
     else:
         # num_pages - 1 would be computed before all loops, and spilled
-        return clamp(entries.pages + 1, 1, high=table.num_pages) - 1
+        pages = clamp(entries.pages + 1, 1, high=table.num_pages) - 1
+        if FEATURES.LEFT and BOX < N:
+            pages = gl.where(is_seen(entries.place, keys, BOX=BOX), pages, table.num_pages)
+        return pages
 
 
 @gluon.jit

@@ -158,7 +158,7 @@ def load_part(work, sources, rings, state, call, FEATURES: gl.constexpr, TILE: g
     table = sources.table
     keys = keys_of(work, call, FEATURES=FEATURES, ROWS=ROWS)
     first, stop = blocks_of(work, call, FEATURES=FEATURES, ROWS=ROWS, N=N)
-    ahead = first_entries(first * N, work, keys=keys, table=table, BOX=BOX, N=N)
+    ahead = first_entries(first * N, work, keys=keys, table=table, FEATURES=FEATURES, BOX=BOX, N=N)
     # Scales of rows are copied by 4 bytes, each lane's where its own keys lie
     HAVE_SCALES: gl.constexpr = have_scales(call.scales.k_row, call.scales.v_row)
     page_size = BOX if BOX < N else table.page_size
@@ -173,8 +173,8 @@ def load_part(work, sources, rings, state, call, FEATURES: gl.constexpr, TILE: g
             rows = rows_of(rows_ahead, key, keys=keys, table=table)
             key += N
             rows_ahead = look_up_rows(key, page_size, work=work, keys=keys, table=table)
-        pages, row = pages_of(ahead, table), ahead.row
-        ahead = next_entries(ahead, n + N, work=work, keys=keys, table=table, BOX=BOX, N=N)
+        pages, row = pages_of(ahead, keys, table, FEATURES=FEATURES, BOX=BOX, N=N), ahead.row
+        ahead = next_entries(ahead, n + N, work, keys, table, FEATURES=FEATURES, BOX=BOX, N=N)
         load_block(sources.k, rings.k, state=state, work=work, pages=pages, row=row, TILE=TILE)
         if call.scales.k_row is not None:
             load_scales(k_rows(call.scales), rings.k, rings.k_scales, state, work, rows)

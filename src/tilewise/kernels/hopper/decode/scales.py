@@ -56,9 +56,7 @@ def v_rows(scales):
 
 @gluon.jit
 def sequence_scale(scales, WHICH: gl.constexpr, batch, head_k, has_keys):
-    """What scores (WHICH is 0) or outputs of a sequence's head are multiplied with, read where it
-    has keys; 1 where each row has its own.
-    """
+    """The scale of a sequence's keys (WHICH is 0) or values; 1 without keys, or if rows have it."""
     if WHICH == 0:
         ptr, by_batch, by_row, by_head = scales.k, scales.k_batch, scales.k_row, scales.k_head
     else:

@@ -13,7 +13,6 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ....tile.score import in_units
-from ....tile.splits import SeenKeys
 from ....tile.types import Table
 from ..compat import reinterpret
 from ..decode.eight_bits import neighbours
@@ -22,7 +21,7 @@ from ..decode.scales import copy_row_scales, have_scales, k_rows, sequence_scale
 from ..layouts import doublings, shared
 from ..pipeline import PipelineState, advance, release, start, wait_empty, wait_full
 from ..work import END, key_block, key_head
-from .key_blocks import load_rows
+from .key_blocks import load_rows, seen_keys
 from .parts import receive_first, receive_part
 from .varlen import lengths_in
 
@@ -150,16 +149,6 @@ def copy_scales(kv_ring, state, scales, head_k, rows):
         copy_row_scales(k_rows(scales), kv_ring.k_scales.index(state.stage), head_k, rows=rows)
     if scales.v_row is not None:
         copy_row_scales(v_rows(scales), kv_ring.v_scales.index(state.stage), head_k, rows=rows)
-
-
-@gluon.jit
-def seen_keys(work, call, FEATURES: gl.constexpr):
-    """Keys from the first that some row of a tile sees on: scales of no others are read."""
-    lengths = lengths_in(work, call, FEATURES=FEATURES)
-    first = 0
-    if FEATURES.LEFT:
-        first = gl.maximum(work.start + lengths.diagonal - call.numbers.left, 0)
-    return SeenKeys(first, lengths.seqlen_k, piece=0, stop=0)
 
 
 @gluon.jit

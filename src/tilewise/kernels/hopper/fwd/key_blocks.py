@@ -16,6 +16,7 @@ from ..pieces import TMA_UNIT
 from ..tma import BILLION, load_ragged
 from ..work import LANE_LAYOUT
 from .runs import no_block
+from .varlen import lengths_in
 
 V_COLUMNS = gl.constexpr(COLUMNS)  # of V^T, of which each packed sequence has a multiple
 
@@ -73,7 +74,9 @@ def nowhere(FEATURES: gl.constexpr, TILE: gl.constexpr):
 
 
 @gluon.jit
-def block_of(work, batch, head_k, n_start, sources, FEATURES: gl.constexpr, TILE: gl.constexpr):
+def block_of(
+    work, batch, head_k, n_start, sources, call, FEATURES: gl.constexpr, TILE: gl.constexpr
+):
     """The coordinates of a block of keys."""
     if TILE.FP8:
         # Columns of V^T past a sequence's end are 0, and what K has there is masked
@@ -83,9 +86,9 @@ def block_of(work, batch, head_k, n_start, sources, FEATURES: gl.constexpr, TILE
             first = (first_k // V_COLUMNS + work.batch) * V_COLUMNS
         return TransposedBlock(batch, head_k, row=first_k + n_start, column=first + n_start)
     elif TILE.PAGE > 0:
-        keys = SeenKeys(0, work.seqlen_k, piece=0, stop=0)
-        entries = first_entries(n_start, work, keys, sources.table, TILE.PAGE, TILE.BLOCK_N)
-        pages = pages_of(entries, sources.table)
+        keys, table = seen_keys(work, call, FEATURES=FEATURES), sources.table
+        entries = first_entries(n_start, work, keys, table, FEATURES, TILE.PAGE, TILE.BLOCK_N)
+        pages = pages_of(entries, keys, table, FEATURES, BOX=TILE.PAGE, N=TILE.BLOCK_N)
         return PagedKeyBlock(pages, entries.row, head_k, n_start, work.seqlen_k)
     elif FEATURES.PACKED or FEATURES.SEQUSED_K:
         heads_k, heads_v = sources.heads_per_batch
@@ -94,6 +97,16 @@ def block_of(work, batch, head_k, n_start, sources, FEATURES: gl.constexpr, TILE
         return RaggedKeyBlock(heads, work.first_k + work.seqlen_k, work.seqlen_k, n_start)
     else:
         return KeyBlock(batch, head_k, n_start=n_start)
+
+
+@gluon.jit
+def seen_keys(work, call, FEATURES: gl.constexpr):
+    """Keys from the first that some row of a tile sees on: no others' pages or scales are read."""
+    lengths = lengths_in(work, call, FEATURES=FEATURES)
+    first = 0
+    if FEATURES.LEFT:
+        first = gl.maximum(work.start + lengths.diagonal - call.numbers.left, 0)
+    return SeenKeys(first, lengths.seqlen_k, piece=0, stop=0)
 
 
 @gluon.jit

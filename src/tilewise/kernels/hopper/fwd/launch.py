@@ -175,8 +175,8 @@ def arguments(
     """The kernel's arguments but its constants, by their names, in its order."""
     heads_per_batch = 0, 0
     if plan.features.CHUNK or (problem.has_seqused_k and not problem.is_packed):
-        # Batch strides of k and v, in heads: see `ragged_by_head`
-        heads_per_batch = ragged_steps(k)[2], ragged_steps(v)[2]
+        # Batch strides of k and v, in heads: see `ragged_by_head`. Behind one batch is none
+        heads_per_batch = tuple(ragged_steps(x)[2] or x.shape[2] for x in (k, v))
     described = descriptors(problem, plan, q, k, v, out, extras.bias)
     keys = k if pages is None else room_of(k, pages)
     named = dict(zip(("q_desc", "k_desc", "v_desc", "out_desc"), described))

@@ -175,7 +175,7 @@ def load_blocks(
             arrived = await_keys(work, head_k, n_start, prev_block.arrived, call.runs, TILE)
             block = arrived_block(work, head_k, n_start=n_start, arrived=arrived, runs=call.runs)
         else:
-            block = block_of(work, batch, head_k, n_start, sources, FEATURES, TILE)
+            block = block_of(work, batch, head_k, n_start, sources, call, FEATURES, TILE)
         if TILE.TRANSPOSES:
             head = batch * sources.transposing.nheads_k + head_k
             blocks_ready = await_values(sources.transposing, head, n_start, blocks_ready)
