@@ -276,7 +276,8 @@ def _attend(
     is_fp8 = not (scales.q is out_dtype is None) or k is None or v is None or has_fp8(q)
     has_scales = not (scales.k is scales.v is None)
     if is_fp8 or (has_scales and block_table is None):  # pages have scales over 16-bit q, too
-        refuse("fp8", block_table=block_table)
+        if block_table is not None:
+            refuse("fp8", block_table=block_table)
         quantized = eight_bit_inputs(q, k, v=v, scales=scales)
         check_flag("deterministic", deterministic)
         dropout_p = numbers.dropout_p or None
@@ -309,7 +310,7 @@ def _attend(
             v_descale=scales.v,
             mask_mod=chunk_of_cache(chunk) if chunk else None,
         )
-    if shards.is_sharded() and extras.cu_seqlens_q is None:
+    if shards.contexts and shards.is_sharded() and extras.cu_seqlens_q is None:
         if attention_chunk:
             raise NotImplementedError(
                 "attention_chunk inside tilewise.distributed.context_parallel: pass "
