@@ -30,7 +30,7 @@ endif
 
 RUN := PYTHONPATH=src:. $(PYTHON)
 PYTEST := $(RUN) -m pytest
-# Which tests `make test` and `make test-lowest` run; all without any
+# Which tests `make test`, `make test-lowest` and `make tiers` run; all without any
 TESTS ?=
 # Whose hashes of machine code are rewritten
 BUILDS ?= tests/compile -n $(JOBS)
@@ -90,7 +90,7 @@ test-gpu: $(READY)  ## the tests that need a CUDA GPU
 
 tiers: $(READY)  ## measure the CPU tests, and rewrite which of them run in test-all alone
 	$(PYTHON) -m pip install -q coverage
-	PYTHONPATH=src:tests $(PYTHON) -m helpers.watch -n $(JOBS)
+	PYTHONPATH=src:tests $(PYTHON) -m helpers.watch -n $(JOBS) $(TESTS)
 
 machine-code: $(READY)  ## rewrite the hashes of what tests/compile builds, and print those that moved
 	PYTHONPATH=src:tests $(PYTHON) -m helpers.machine_code $(BUILDS)

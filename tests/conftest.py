@@ -28,7 +28,7 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)  # before -m is asked
 def pytest_collection_modifyitems(items):
-    if watch.FOLDER not in os.environ:
+    if not watch.looks_at_all():
         covered.mark(items)
     if torch.cuda.is_available():
         return

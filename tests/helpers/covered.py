@@ -52,11 +52,14 @@ def covered(tests: Iterable[Seen]) -> set[str]:
     return left_out
 
 
-def names(left_out: set[str], tests: Iterable[Seen]) -> list[str]:
-    """The lines of the file: a function none of whose cases stays has one."""
+def names(left_out: set[str], tests: Iterable[Seen], before: Iterable[str] = ()) -> list[str]:
+    """The lines of the file: a function none of whose cases stays has one. Lines from `before` are
+    of tests that were not run, and stay.
+    """
     stays = {x.function for x in tests if x.test not in left_out}
     functions = {test: test.partition("[")[0] for test in left_out}
-    return sorted({test if of in stays else of for test, of in functions.items()})
+    lines = {test if of in stays else of for test, of in functions.items()}
+    return sorted(lines | {x for x in before if x.partition("[")[0] not in lines})
 
 
 def read() -> frozenset[str]:
@@ -64,12 +67,12 @@ def read() -> frozenset[str]:
     return frozenset(x for x in FILE.read_text("utf-8").splitlines() if not x.startswith("#"))
 
 
-def write(tests: list[Seen]) -> None:
-    """Writes the file, and prints how much stays."""
+def write(tests: list[Seen], before: Iterable[str] = ()) -> None:
+    """Writes the file, and prints how much of these tests stays."""
     left_out = covered(tests)
     stay = sum(x.seconds for x in tests if x.test not in left_out)
     heading = "# Cheaper tests run what these run: written by `make tiers`"
-    FILE.write_text("\n".join([heading, *names(left_out, tests), ""]), "utf-8")
+    FILE.write_text("\n".join([heading, *names(left_out, tests, before), ""]), "utf-8")
     print(f"{len(left_out)} of {len(tests)} tests are slow")
     print(f"{stay:.0f} of {sum(x.seconds for x in tests):.0f} CPU seconds stay")
 

@@ -1,9 +1,11 @@
 """What each test costs and which lines it runs, for `make tiers`, which rewrites covered.txt.
 
     python -m helpers.watch -n 2  # with arguments of pytest; needs the coverage package
+    python -m helpers.watch -n 2 tests/kernels tests/ptx  # a part, whose fast tests alone run
 
 Tests run twice, for their seconds and for their lines, in the interpreter and the emulator also
-those of kernels. Ranks that helpers/processes.py starts hand theirs over.
+those of kernels. Ranks that helpers/processes.py starts hand theirs over. Of a part, what was left
+out before stays so, as tests that stay have all its lines.
 """
 
 import contextlib
@@ -18,10 +20,12 @@ from pathlib import Path
 
 import pytest
 
-from .covered import Seen, write
+from .covered import Seen, read, write
 
 # Where the processes of a run leave what they saw: a folder whose name says what is looked at
 FOLDER = "TILEWISE_SEEN_BY_TESTS"
+# Set where a part of the tests is looked at
+PART = "TILEWISE_SEEN_IS_A_PART"
 SECONDS, LINES = "seconds", "lines"
 # What no line shows: rules of the code, each feature in each backend, and examples at random
 KEPT = (
@@ -140,6 +144,11 @@ def pytest_configure(config):
     config.pluginmanager.register(Watch())
 
 
+def looks_at_all() -> bool:
+    """Whether this run is to find out which of all tests are fast."""
+    return FOLDER in os.environ and PART not in os.environ
+
+
 def run(folder: Path, arguments: list[str]) -> list[Seen]:
     """What each test of one run was seen to do; CalledProcessError if one fails."""
     folder.mkdir()
@@ -152,7 +161,10 @@ def run(folder: Path, arguments: list[str]) -> list[Seen]:
 
 
 if __name__ == "__main__":
+    is_part = any(x.startswith("tests") for x in sys.argv[1:])
+    if is_part:
+        os.environ[PART] = "1"
     with tempfile.TemporaryDirectory() as folder:
         seconds, lines = (run(Path(folder, x), sys.argv[1:]) for x in (SECONDS, LINES))
     seconds = {x.test: x.seconds for x in seconds}
-    write([x._replace(seconds=seconds[x.test]) for x in lines])
+    write([x._replace(seconds=seconds[x.test]) for x in lines], read() if is_part else ())

@@ -42,6 +42,12 @@ def test_a_function_has_one_line_if_no_case_stays():
     assert covered.names({"a[1]", "a[2]", "b[2]", "c"}, tests) == ["a", "b[2]", "c"]
 
 
+def test_what_a_part_does_not_run_stays_left_out():
+    tests = [seen(x, 1, "ab") for x in ("a[1]", "b[1]", "b[2]")]
+    before = ["a[2]", "b[3]", "c", "d[1]"]
+    assert covered.names({"a[1]", "b[2]"}, tests, before) == ["a", "b[2]", "b[3]", "c", "d[1]"]
+
+
 def test_the_order_of_tests_changes_nothing():
     tests = [seen(f"test[{case}]", 1, *ARCS) for case in range(5)]
     assert covered.covered(tests) == covered.covered(tests[::-1])
