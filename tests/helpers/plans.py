@@ -109,7 +109,7 @@ def compiled(plan, target, config=None):
 
 def built(launch, target):
     """A launch compiled for a GPU that need not be there."""
-    return build(launch.kernel, *fake_args(launch), on=target, **launch.constants, **launch.options)
+    return build(launch.kernel, *fake_args(launch), on=target, **launch.settings)
 
 
 def compiled_stats(plan, target, config=None):

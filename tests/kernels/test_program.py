@@ -231,3 +231,14 @@ class Fails:
 
     def __getitem__(self, grid):
         raise KeyError(grid)
+
+
+@pytest.mark.parametrize("options", [{}, dict(enable_fp_fusion=False)], ids=["default", "asked"])
+def test_fusion_of_a_product_and_a_sum_is_no_default_of_tritons(options):
+    """Triton 3.9 warns where no launch says it, and 3.10 turns it off."""
+    compiled = []
+    kernel = type("Kernel", (), dict(warmup=lambda self, **names: compiled.append(names)))()
+    launch = Launch(kernel, programs=1, args={}, constants={}, options=dict(num_warps=4) | options)
+    launch.compilation({})()
+    (names,) = compiled
+    assert names["enable_fp_fusion"] is ("enable_fp_fusion" not in options)

@@ -133,8 +133,7 @@ def build_launch(launch: Any, target: str) -> Any:
     from ..kernels.common.program import fake_args
     from ..testing import build
 
-    how = launch.constants | launch.options
-    return build(launch.kernel, *fake_args(launch), on=target, **how)
+    return build(launch.kernel, *fake_args(launch), on=target, **launch.settings)
 
 
 def shown(launch: Any, target: str) -> Launch:

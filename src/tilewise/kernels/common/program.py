@@ -42,6 +42,13 @@ class Launch(NamedTuple):
         """All arguments as a compiled kernel takes them."""
         return *self.args.values(), *self.constants.values()
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What the compiler reads: constants, options, and that a product and a sum are rounded
+        once, which Triton 3.10 turns off.
+        """
+        return dict(enable_fp_fusion=True) | self.constants | self.options
+
     def filled(self, values: Mapping[str, Any]) -> list[Any]:
         """The arguments of the tensors of these names, as Triton's front end takes them."""
         return [filled(x, values) for x in self.args.values()]
@@ -55,12 +62,12 @@ class Launch(NamedTuple):
             kernel = interpret(self.kernel, check=self.is_guarded)
             first_launch(kernel, self.programs, args, without_assembly(self.constants))
             return None
-        return first_launch(self.kernel, self.programs, args, self.constants | self.options)
+        return first_launch(self.kernel, self.programs, args, self.settings)
 
     def compilation(self, values: dict[str, Any]) -> Callable[[], Any]:
         """A function that compiles the kernel for tensors of these names, and launches nothing."""
-        args, options = self.filled(values), self.constants | self.options
-        return functools.partial(self.kernel.warmup, *args, grid=(self.programs,), **options)
+        args = self.filled(values)
+        return functools.partial(self.kernel.warmup, *args, grid=(self.programs,), **self.settings)
 
     def relaunch_of(self, compiled: Any, values: dict[str, Any]) -> Relaunch | None:
         """A launch of the compiled kernel as a function of a stream and of a row of addresses, in

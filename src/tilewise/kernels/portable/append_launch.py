@@ -26,7 +26,6 @@ from .append import (
     cache_append_kernel,
 )
 from .decode_launch import STAGES, WARPS, cache_of, strided_of
-from .plan import options_of
 
 Tensor = torch.Tensor
 QUERY_ELEMENTS = 2048  # that a program rotates
@@ -176,6 +175,6 @@ def launch_of(
             of_q: dict[str, Any] = dict(NHEADS_Q=nheads, BLOCK_Q=block)
             widths = widths._replace(AT_FIRST=call.is_at_first, **of_q)
     # Products and their sum are rounded apart, as `tile.rotary.rotate` and the CPU round them
-    options = options_of(WARPS, STAGES, is_fused=False)
+    options = dict(num_warps=WARPS, num_stages=STAGES, enable_fp_fusion=False)
     args = dict(new=keys, cache=cache, prologue=prologue, total=total)
     return checked(Launch(cache_append_kernel, programs, args, dict(WIDTHS=widths), options))

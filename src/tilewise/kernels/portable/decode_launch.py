@@ -19,7 +19,7 @@ from ..common.cached import Cached
 from ..common.decode_step import DecodeStep, run
 from ..common.program import Launch, checked
 from .decode import Cache, Partials, attn_fold_kernel, attn_split_kernel
-from .plan import options_of, padded_headdims
+from .plan import padded_headdims
 
 Tensor = torch.Tensor
 WORKSPACE = 256 * 2**20  # bytes of what lies between the launches; a longer walk needs none
@@ -186,14 +186,14 @@ def launches_of(
     common = dict(FEATURES=features, TILE=choice.tile)
     wide = choice.tile._replace(BLOCK_M=choice.rows)
     constants = common | dict(TILE=wide, ROW_TILES=choice.row_tiles)
-    options = options_of(choice.warps, choice.stages)
+    options = dict(num_warps=choice.warps, num_stages=choice.stages)
     programs = blocks if in_one else blocks * (pieces - lead + 1)
     launches = [Launch(attn_split_kernel, programs, args, constants, options)]
     if not in_one:
         args = {name: x for name, x in args.items() if name != "q"}
         constants = common | dict(COLUMNS=choice.columns, AT_ONCE=choice.at_once)
         programs = tiles * (choice.tile.BLOCK_DV // choice.columns)
-        options = options_of(WARPS, STAGES)
+        options = dict(num_warps=WARPS, num_stages=STAGES)
         launches.append(Launch(attn_fold_kernel, programs, args, constants, options))
     return list(map(checked, launches))
 

@@ -81,7 +81,7 @@ class Plan(NamedTuple):
         """The launch in a configuration, by default that of the tables."""
         config = config or self.config()
         tile = self.tile(config)
-        options = options_of(config.num_warps, config.num_stages)
+        options = dict(num_warps=config.num_warps, num_stages=config.num_stages)
         constants = dict(FEATURES=features_of(self.problem), TILE=tile)
         return checked(Launch(self.kernel, self.programs(tile), self.args, constants, options))
 
@@ -112,13 +112,6 @@ def fit_to_memory(config: Config, key: Key, problem: Problem, side: str) -> Conf
     if (is_read_in_tiles or is_padded) and has_little_room(key) and not overrides:
         most = dict.fromkeys(most, 16)
     return config._replace(**most, num_stages=stages)
-
-
-def options_of(warps: int, stages: int, is_fused: bool = True) -> dict[str, Any]:
-    """How a kernel is compiled; `is_fused`: whether a product and a sum are rounded once. The
-    exponent's cost counts on that, and Triton 3.10 turns it off.
-    """
-    return dict(num_warps=warps, num_stages=stages, enable_fp_fusion=is_fused)
 
 
 def padded_headdims(problem: Problem) -> tuple[int, int]:

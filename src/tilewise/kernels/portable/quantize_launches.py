@@ -13,7 +13,6 @@ from ..common.arguments import strided
 from ..common.program import Launch, checked
 from ..common.quantized import EVERY
 from .hadamard import tiles_at_once
-from .plan import options_of
 from .quantize_kernels import quantize_cast_kernel, quantize_loss_kernel, transpose_values_kernel
 from .quantize_memory import Part, Recipe, count_of, of_values
 from .quantize_rows import ROWS, WARPS, RowBlocks, chunks_of
@@ -105,7 +104,7 @@ def launch_of(
     kernel: Any, programs: int, args: dict[str, Any], constants: dict[str, Any], warps: int
 ) -> Launch:
     """A launch of so many programs."""
-    options = options_of(warps, STAGES)
+    options = dict(num_warps=warps, num_stages=STAGES)
     return checked(Launch(kernel, programs, args, constants, options))
 
 
