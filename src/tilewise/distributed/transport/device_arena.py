@@ -134,11 +134,10 @@ class DeviceArena(Arena):
         if self.dma is None or not self.has_streams:
             super()._copy_piece(piece, target)
             return
-        rank, start, _, offset, nbytes, rows, pitch, step, _ = piece
-        source = self.starts[rank] + self.begin_of_half() + start
-        to = target.data_ptr() + offset
-        self.dma(self.side.cuda_stream, to, source, nbytes, rows=rows, pitch=pitch, step=step)
-        self.pulled += rows * nbytes
+        source = self.starts[piece.rank] + self.begin_of_half() + piece.start
+        to, rows, stream = target.data_ptr() + piece.offset, piece.rows, self.side.cuda_stream
+        self.dma(stream, to, source, piece.nbytes, rows=rows, pitch=piece.pitch, step=piece.step)
+        self.pulled += rows * piece.nbytes
 
     def copying(self) -> contextlib.AbstractContextManager[None]:
         if not self.has_streams:

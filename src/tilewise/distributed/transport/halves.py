@@ -197,11 +197,11 @@ class Arena:
         return marks
 
     def _copy_piece(self, piece: Piece, target: Tensor) -> None:
-        rank, start, _, offset, nbytes, rows, pitch, step, _ = piece
-        block = self.of(rank, start + (rows - 1) * pitch + nbytes)
-        source = bytes_at(block, start, pitch=pitch, rows=rows, width=nbytes)
-        bytes_at(target, offset, pitch=step, rows=rows, width=nbytes).copy_(source)
-        self.pulled += rows * nbytes
+        of_rows: Any = dict(rows=piece.rows, width=piece.nbytes)
+        end = piece.start + (piece.rows - 1) * piece.pitch + piece.nbytes
+        source = bytes_at(self.of(piece.rank, end), piece.start, pitch=piece.pitch, **of_rows)
+        bytes_at(target, piece.offset, pitch=piece.step, **of_rows).copy_(source)
+        self.pulled += piece.rows * piece.nbytes
 
     def count(self, arrived: int) -> None:
         """Says how many pieces have arrived with the copies so far, in an arena that can."""
