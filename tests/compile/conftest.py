@@ -1,10 +1,13 @@
-"""Each test's kernels are compared with their hashes in machine_code.txt, after it passed."""
+"""Each test's kernels are compared with their hashes in machine_code.txt, after it passed; and none
+has a word of which ptxas leaves a half undefined.
+"""
 
 import os
 
 import pytest
 import triton
 from helpers import machine_code
+from helpers.equal_halves import equal_halves
 
 HASHES = machine_code.read()
 
@@ -14,6 +17,8 @@ def pytest_pyfunc_call(pyfuncitem):
     """Hashes what a test builds, and compares where the file has hashes of this Triton."""
     with machine_code.recorded() as kernels:
         result = yield
+    for kernel in kernels:
+        assert not equal_halves(kernel.asm.get("ptx", "")), kernel.metadata.name
     rewrites = machine_code.REWRITES in os.environ
     if not kernels or (triton.__version__ != HASHES.triton and not rewrites):
         return result

@@ -49,12 +49,21 @@ PRODUCTS = {
 }
 
 
-def launch_of(target, headdim, causal=False, left=-1, softcap=0.0, everything=False, packed=False):
+def launch_of(
+    target,
+    headdim,
+    causal=False,
+    left=-1,
+    softcap=0.0,
+    everything=False,
+    packed=False,
+    seqlen=SEQLEN,
+):
     """The launch of a call on such a GPU."""
-    rows = (1, BATCH * SEQLEN) if packed else (BATCH, SEQLEN)
+    rows = (1, BATCH * seqlen) if packed else (BATCH, seqlen)
     q = torch.empty(*rows, NHEADS, headdim, dtype=FP8)
     k = torch.empty(*rows, NHEADS_K, headdim, dtype=FP8)
-    columns = packed_columns(rows[1], BATCH) if packed else columns_of(SEQLEN)
+    columns = packed_columns(rows[1], BATCH) if packed else columns_of(seqlen)
     v_t = torch.empty(rows[0], NHEADS_K, headdim, columns, dtype=FP8)
     starts = torch.ones(BATCH + 1, dtype=INT32) if packed else None
     extras = Extras(cu_seqlens_q=starts, cu_seqlens_k=starts)
@@ -111,6 +120,12 @@ def test_p_v_starts_from_zero(target):
         assert re.search(rf"{name} = arith\.constant dense<0\.0+e\+00>", found.asm["ttgir"]), name
 
 
+@pytest.mark.parametrize("target", ["sm90", "sm100"])
+def test_one_key(target):
+    """Whose P is 0 in all other columns of its tile, which Triton could know (conftest.py)."""
+    built(launch_of(target, 64, seqlen=1), target)
+
+
 ROTARY = {"none": None, "neighbours": True, "halves": False}
 
 
@@ -121,25 +136,29 @@ _quantised = [
 ]
 
 
+def quantising(target, k, starts=None, tables=None):
+    """The launches of a call of k, of V that is like it, and of twice as many heads of q."""
+    q, none = torch.cat([k, k], 2), (None, None, None)
+    cos, sin, is_interleaved = tables or (None, None, False)
+    tensors = (q, k, k, *none, *Lengths(starts, starts), cos, sin)
+    operands = operands_of(quantize.FIELDS, tensors)
+    with mock.patch.object(quantize_memory, "architecture", lambda device: target):
+        program = quantize.quantize_program(Steps(True, True, True), is_interleaved, **operands)
+    return program.launches
+
+
 @pytest.mark.parametrize(
     ("target", "headdim", "is_packed", "rotary", "seqlen"),
     sample_rows(_quantised, ("sm90", 64, True, "none", SEQLEN)),
 )
 def test_quantising(target, headdim, is_packed, rotary, seqlen):
     """Every pass, with a rotation, means and scales of the data, and V^T of codes."""
-    q = torch.empty(1, seqlen, NHEADS, headdim, dtype=torch.bfloat16)
     k = torch.empty(1, seqlen, NHEADS_K, headdim, dtype=torch.bfloat16)
     starts = torch.ones(BATCH + 1, dtype=INT32) if is_packed else None
     tables = None
     if ROTARY[rotary] is not None:
         tables = Rotary(*torch.empty(2, seqlen, headdim // 2), ROTARY[rotary])
-    none = None, None, None
-    cos, sin, is_interleaved = tables or (None, None, False)
-    tensors = (q, k, k, *none, *Lengths(starts, starts), cos, sin)
-    operands = operands_of(quantize.FIELDS, tensors)
-    with mock.patch.object(quantize_memory, "architecture", lambda device: target):
-        program = quantize.quantize_program(Steps(True, True, True), is_interleaved, **operands)
-    plans = program.launches
+    plans = quantising(target, k, starts, tables)
     if rotary == "none":
         bits = operands_of(quantize.OF_VALUES, (k.to(torch.uint8), None, starts))
         plans += quantize.transposed_program(**bits).launches
@@ -153,3 +172,16 @@ def test_quantising(target, headdim, is_packed, rotary, seqlen):
         spilled = numbers["vgpr_spill_count" if target.startswith("gfx") else "spill_stores"]
         is_easy = target == "sm90" and headdim % 16 == 0
         assert spilled <= (0 if is_easy else SPILLS), (plan.kernel, numbers)
+
+
+@pytest.mark.parametrize(
+    ("target", "headdim", "dtype"),
+    sample_rows(
+        [(t, d, x) for t in ("sm90", "sm100") for d in (64, 128, 256) for x in quantize.DTYPES],
+        ("sm90", 64, torch.float32),
+    ),
+)
+def test_quantising_one_row(target, headdim, dtype):
+    """Beside which all others of its block are 0, which Triton could know (conftest.py)."""
+    for plan in quantising(target, torch.empty(1, 1, NHEADS_K, headdim, dtype=dtype)):
+        built(plan, target)

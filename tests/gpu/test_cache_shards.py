@@ -1,21 +1,20 @@
-"""A cache over several GPUs, as over processes: within the budget, and the same in every replay."""
+"""A cache over several GPUs, as over processes: within the budget, and the same in every replay. A
+graph has no sends of gloo, by which ranks exchange that share a GPU.
+"""
 
 import pytest
 import torch
 import torch.distributed as dist
 from helpers.cache_shards import CASES, filled, made
 from helpers.caches import contiguous, sequences
-from helpers.gpu_ranks import run
+from helpers.gpu_ranks import SHARES_GPU, run
 from helpers.waits import SHORT
 
 import tilewise
 import tilewise.distributed as td
 from tilewise.testing.tolerance import judge
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def decode(rank, names, device="cuda"):
@@ -40,7 +39,7 @@ def decode(rank, names, device="cuda"):
         dist.all_gather(parts, outs[0])
         if not all(torch.equal(x, outs[0]) for x in parts):
             faults.append(f"{name}: ranks have other bits")
-        if device == "cuda" and not replays_equal(attend, outs):
+        if device == "cuda" and not SHARES_GPU and not replays_equal(attend, outs):
             faults.append(f"{name}: a replay has other bits")
     assert not faults, "\n".join(faults)
 
@@ -115,7 +114,7 @@ def pieces(rank, names, device="cuda", lengths=(33333, 5, 0, 9000), piece=1024):
                     shards.attention(q, *mine, page_table=table, **call)[0], outs[0]
                 ):
                     faults.append(f"{name}: batch_invariant has other bits")
-        if device == "cuda" and not replays_equal(attend, outs):
+        if device == "cuda" and not SHARES_GPU and not replays_equal(attend, outs):
             faults.append(f"{name}: a replay has other bits")
     assert not faults, "\n".join(faults)
 

@@ -1,4 +1,6 @@
-"""One sequence over several GPUs, beside one of them. Needs two; all that are there take part."""
+"""One sequence over several GPUs, beside one of them. All that are there take part; one GPU alone
+is shared by two ranks.
+"""
 
 import functools
 import os
@@ -8,22 +10,18 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.gpu_ranks import CASES, RANKS, SEQLEN, Whole, faults_of, layouts, run
+from helpers.gpu_ranks import CASES, RANKS, SEQLEN, Whole, arena_here, faults_of, layouts, run
 from helpers.interrupts import interrupted
 from helpers.lives import lives
 from helpers.waits import SHORT
 
 import tilewise.distributed as td
 from tilewise.distributed.methods import heads, one_launch, stream
-from tilewise.distributed.transport.arena import arena_of
 from tilewise.distributed.transport.exchange import publish_rows
 from tilewise.distributed.transport.halves import Arena
 from tilewise.errors import ArgumentError
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def bits(rank, names, in_groups=False):
@@ -50,7 +48,7 @@ def test_groups_of_heads():
 
 def addresses(rank):
     """The driver copies what torch copies, and one launch what many copies do."""
-    arena = arena_of(dist.group.WORLD, torch.device("cuda", rank))
+    arena = arena_here()
     assert arena.dma is not None, "the driver does not copy"
     case = Whole(causal=True, heads=(16, 8))
     for method in ("stream", "heads"):
@@ -92,7 +90,7 @@ def launches(rank):
     """Stream is one launch, which begins before its keys are there, with the bits of one GPU: 1,000
     calls whose copies are delayed at random, in layouts of few and of many runs.
     """
-    arena = arena_of(dist.group.WORLD, torch.device("cuda", rank))
+    arena = arena_here()
     assert arena.counts_pieces, "the driver writes no numbers in the order of a stream"
     launched, attend = [], one_launch.attend
     one_launch.attend = lambda *x, **named: launched.append(0) or attend(*x, **named)
@@ -126,7 +124,7 @@ def test_one_launch_under_delays_1000_times():
 
 def late(rank):
     """Pieces that never come end the wait within the time-out: NaN, and a named error after it."""
-    arena = arena_of(dist.group.WORLD, torch.device("cuda", rank))
+    arena = arena_here()
     case, layout = Whole(causal=True), td.contiguous(SEQLEN)
     shards = [layout.shard(x) for x in (case.q, case.k, case.v)]
     asked = dict(layout=layout, method="stream", causal=True)
@@ -154,7 +152,7 @@ def sums(rank):
     many slices, for which the arena does not grow, as in few. With no kernel cached it compiles
     for a minute, and longer beside other tests.
     """
-    arena = arena_of(dist.group.WORLD, torch.device("cuda", rank))
+    arena = arena_here()
     for name in ("causal", "window", "documents", "MHA, headdim 256"):
         case = Whole(**CASES[name])
         for layout in map(case.deal, layouts()):
@@ -239,7 +237,7 @@ def test_repeats_under_delays():
 
 def memory(rank):
     """Growth, other streams, and no graph is captured over an arena."""
-    arena = arena_of(dist.group.WORLD, torch.device("cuda", rank))
+    arena = arena_here()
     for call in range(12):
         numel = 1000 * 7 ** (call // 2)
         x = torch.full((numel,), 10.0 * call + rank, device="cuda")

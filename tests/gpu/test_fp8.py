@@ -197,6 +197,19 @@ def test_calls_behind_each_other_do_not_see_each_other(headdim, seqlen):
     assert not differ
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("headdim", [64, 128, 256])
+def test_codes_past_one_row_are_zeros(headdim, dtype):
+    """In each of many calls: ptxas left them as registers were (`tile.fp8.not_constant`)."""
+    given = [x.to(dtype) for x in normal(1, headdim, 1.0)]
+    faults = torch.zeros((), dtype=torch.bool, device="cuda")
+    for _ in range(200):
+        x = tilewise.quantize(*given)
+        faults |= (x.v_t.view(torch.uint8)[..., 1:] != 0).any() | (x.v_mean != given[2][:, 0]).any()
+        faults |= ~torch.isfinite(tilewise.attention(x)).all()
+    assert not faults
+
+
 @pytest.mark.parametrize("options", [dict(), dict(smooth="v"), dict(rotate=False, smooth=False)])
 def test_quantising_gives_what_plain_torch_gives(options):
     """Scales and codes; a sum of another order may move a code by one."""

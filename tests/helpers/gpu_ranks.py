@@ -7,11 +7,13 @@ import torch.distributed as dist
 
 import tilewise
 import tilewise.distributed as td
+from tilewise.distributed.transport.arena import arena_of
 
 from . import processes
 from .waits import DEADLINE
 
-RANKS = min(torch.cuda.device_count(), 4)
+SHARES_GPU = torch.cuda.device_count() == 1  # two ranks, among which gloo sends what NCCL would
+RANKS = 2 if SHARES_GPU else min(torch.cuda.device_count(), 4)
 SEQLEN = 1024 * 5 * RANKS
 DOCUMENTS = 0, 3000, 3001, 7777, SEQLEN
 CAUSAL = dict(causal=True)
@@ -32,8 +34,13 @@ CASES = {
 
 
 def run(main, *args, killed=(), timeout=DEADLINE):
-    """`main(rank, *args)` in a process a GPU."""
+    """`main(rank, *args)` in a process a GPU, or in two on one."""
     processes.run(main, RANKS, *args, timeout=timeout, killed=killed, on_gpus=True)
+
+
+def arena_here():
+    """The arena of all ranks on this one's GPU."""
+    return arena_of(dist.group.WORLD, torch.device("cuda", torch.cuda.current_device()))
 
 
 class Whole:

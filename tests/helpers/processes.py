@@ -3,7 +3,7 @@
     run(main, 3, 1, "x")  # main(rank, 1, "x") on each of three
 
 Those of gloo come of a server that has imported torch and tilewise once, and have one thread each;
-with a GPU each they begin by themselves, as CUDA asks.
+on GPUs they begin by themselves, as CUDA asks. Ranks may share a GPU, where NCCL has none of them.
 """
 
 import datetime
@@ -67,11 +67,14 @@ def _start(rank, main, ranks, port, timeout, args, reports, path, on_gpus, folde
     torch.set_num_threads(1)
     torch.manual_seed(0)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    backend = "gloo"
     if on_gpus:
         os.environ["NCCL_NVLS_ENABLE"] = "0"
-        torch.cuda.set_device(rank)
+        count = torch.cuda.device_count()
+        torch.cuda.set_device(rank % count)
+        backend = "cpu:gloo,cuda:nccl" if ranks <= count else "cpu:gloo,cuda:gloo"
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if on_gpus else "gloo",
+        backend,
         init_method=f"tcp://localhost:{port}",
         rank=rank,
         world_size=ranks,

@@ -12,12 +12,12 @@ import triton
 import triton.language as tl
 
 from ...tile.bounds import key_blocks
-from ...tile.fp8 import unit_of
+from ...tile.fp8 import not_constant, unit_of
 from ...tile.schedule import find_query_tile
 from ...tile.score import in_units
 from ...tile.seqlen import modifiers_of, offsets_of, sequence_of
 from ...tile.softmax import finish, load_sink
-from ...tile.types import Strided
+from ...tile.types import Sizes, Strided
 from ..common.io import from_row, load_once, open_rows, row_stats, store_rows
 from .fp8_order import first_column
 from .fp8_step import attend_fp8, operand
@@ -63,6 +63,8 @@ def fp8_fwd_kernel(
     BLOCK_DV: tl.constexpr = TILE.BLOCK_DV
     D: tl.constexpr = FEATURES.HEADDIM
     DV: tl.constexpr = FEATURES.HEADDIM_V
+    if isinstance(sizes.seqlen_k, int):  # 1
+        sizes = Sizes(sizes.packed, sizes.nheads, sizes.seqlen_q, not_constant(sizes.seqlen_k))
     tile, lane = tl.program_id(0), tl.arange(0, 32)
     m_block, head, sequence = find_query_tile(tile, lane, sizes, optionals, FEATURES, BLOCK_M)
     if FEATURES.PACKED:

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from triton.language.target_info import cuda_capability_geq
 
-from ...tile.fp8 import from_e4m3, to_e4m3
+from ...tile.fp8 import from_e4m3, not_constant, to_e4m3
 from ..common import quantized
 from ..common.io import head_of
 from .fp8_fwd import address_of, load_number
@@ -183,6 +183,7 @@ def round_block(operand, block, begin, factor, FORM: tl.constexpr, LOOKS: tl.con
     COLUMNS: tl.constexpr = columns_of(ROTATION.D, ROTATION.HADAMARD)
     GROUP: tl.constexpr = FORM.GROUP
     out, rounding, blocks = operand.out, operand.rounding, operand.blocks
+    used = not_constant(block.of.used) if FORM.HAS_ONE_ROW else block.of.used
     if operand.largest is not None:
         if (block.start == 0) & (block.head % GROUP == 0) & (begin == 0):
             at_scale = address_of(operand.scale, block.sequence, block.head // GROUP)
@@ -201,7 +202,7 @@ def round_block(operand, block, begin, factor, FORM: tl.constexpr, LOOKS: tl.con
         for part in tl.range(0, ROWS, AT_ONCE, num_stages=STAGES, disable_licm=True):
             offs = part + tl.arange(0, AT_ONCE)
             from_rows = key_of_column(offs) if FORM.TRANSPOSED else offs
-            is_used = (block.start + from_rows < block.of.used)[:, None]
+            is_used = (block.start + from_rows < used)[:, None]
             tiles = load_scaled(operand, block, from_rows, first, inverse, FORM)
             for i in tl.static_range(TILES):
                 column, tile = first + i * CHUNK, tl.where(is_used, tiles[i], 0.0)

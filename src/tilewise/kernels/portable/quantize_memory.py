@@ -55,8 +55,8 @@ def hadamard_of(x: Any, recipe: Recipe) -> int:
 
 def waits_for_heads(operands: dict[str, Any], recipes: Sequence[Recipe]) -> bool:
     """Whether the programs that share a scale wait for each other, as in `quantize_short.py`: in
-    the calls that were timed and compiled without spills, of more than one block (of one row bits
-    differed from those of separate launches on an H100), if all these programs fit on the GPU.
+    the calls that were timed and compiled without spills, of more than one block, if all these
+    programs fit on the GPU.
     """
     q, k, v = (operands[name] for name in "qkv")
     absent = ("q_scale", "k_scale", "v_scale", "cu_seqlens_q", "cu_seqlens_k", "cos")
@@ -104,15 +104,9 @@ def part_of(
     is_walked, samples = is_rounded and drifts, is_sampled(x, is_rounded and drifts)
     has_extremes, of_scale = recipe.smooths and finds_scale, (blocks.sequences, keys.nheads)
     of_blocks, of_heads = (count, *x.shape[2:]), (blocks.sequences, *x.shape[2:])
-    of_programs = count, x.shape[2], chunks_of(headdim, hadamard)
+    of_largest = (count, x.shape[2], chunks_of(headdim, hadamard)) if is_short else of_scale
 
-    def room(
-        name: str,
-        shape: tuple,
-        is_there: bool,
-        dtype: Any = torch.float32,
-        is_cleared: bool = False,
-    ) -> Any:
+    def room(name, shape, is_there, dtype=torch.float32, is_cleared=False):
         return work.add(f"{x.name} {name}", shape, dtype, is_cleared) if is_there else None
 
     def output(name: str, shape: tuple, is_there: bool) -> Any:
@@ -138,13 +132,7 @@ def part_of(
             lows=room("lows", of_blocks, has_extremes),
         ),
         reach=None if reach is None else of_head(reach),
-        largest=room(
-            "largest",
-            of_programs if is_short else of_scale,
-            finds_scale,
-            INT32,
-            is_cleared=not is_short,
-        ),
+        largest=room("largest", of_largest, finds_scale, INT32, is_cleared=not is_short),
         beyond=room("beyond", of_scale, finds_scale and samples, INT32, True),
         scale=of_head(new_scale if finds_scale else scale),
         rounding=Rounding(
@@ -153,7 +141,7 @@ def part_of(
         counters=room("counters", (1 + 2 * math.prod(of_scale),), is_short, INT32, True),
         out=of_values(written) if recipe.transposes else strided(written),
     )
-    form = Form(rotation, recipe.group, samples, recipe.transposes)
+    form = Form(rotation, recipe.group, samples, recipe.transposes, HAS_ONE_ROW=x.shape[1] == 1)
     return Part(operand, form, codes, scale=new_scale, mean=mean)
 
 

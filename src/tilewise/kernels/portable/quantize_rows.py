@@ -74,6 +74,7 @@ class Form(NamedTuple):
     GROUP: int  # heads that share a scale
     IS_SAMPLED: bool  # whether means and maxima are of some blocks of long sequences
     TRANSPOSED: bool
+    HAS_ONE_ROW: bool  # a length that Triton makes a constant
 
 
 class Tables(NamedTuple):
