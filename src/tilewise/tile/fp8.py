@@ -28,11 +28,11 @@ def from_e4m3(bits):
 
 
 @triton.jit
-def not_constant(length):
-    """A length that no compiler knows, in grids of one axis. Triton makes 1 a constant, and what is
-    past it equal: of two equal pairs in e4m3 ptxas 12.8 and 12.9 leave one undefined (sm_90 on).
+def not_constant(number):
+    """A number that no compiler knows, in grids of one axis. Triton makes a length of 1 a constant,
+    and what is past it equal: of equal pairs in e4m3 ptxas 12.8 and 12.9 leave one undefined.
     """
-    return length + tl.program_id(1)
+    return number + tl.program_id(1)
 
 
 @triton.jit

@@ -2,8 +2,7 @@
 step (fp8_step.py).
 
 Keys are visited downwards. Under a causal mask a sink, a first key that all rows attend to most,
-then comes last: the other keys' P is relative to the largest of them, and not so small that e4m3
-has no number for it.
+then comes last: the other keys' P is relative to the largest of them, and not too small for e4m3.
 """
 
 from typing import Any, NamedTuple
@@ -71,7 +70,6 @@ def fp8_fwd_kernel(
         if sequence >= sizes.packed:  # the grid has programs enough for any lengths
             return
     m_start = m_block * BLOCK_M
-    q_idx = m_start + tl.arange(0, BLOCK_M)
     head_k = head // FEATURES.GROUP
     q_scale = load_number(quantization.q, sequence, head_k)
     unit = unit_of(q_scale, load_number(quantization.k, sequence, head_k))
@@ -123,6 +121,9 @@ def fp8_fwd_kernel(
         # What of the row's softmax is not the sink: 0 without keys
         share = state.l_i * rescale
         acc_o += share[:, None] * load_mean(quantization.v_mean, sequence, head_k, DV, BLOCK_DV)
+    # Packed, addresses of O from those of Q would take registers in the loops
+    m_start = not_constant(m_start) if FEATURES.PACKED else m_start
+    q_idx = m_start + tl.arange(0, BLOCK_M)
     if FEATURES.PACKED:  # rows that are not used
         acc_o = tl.where((q_idx < seqlen_q)[:, None], acc_o, 0.0)
         row_lse = tl.where(q_idx < seqlen_q, row_lse, float("-inf"))

@@ -85,10 +85,9 @@ def part_of(
     is_short: bool,
     work: Any,
 ) -> Part:
-    """q, k or v as kernels take it, and the memory that they write; `rotary` turns it at the
-    positions of keys. Its scale is found where none is given. `drifts`: whether it is measured how
-    far v drifts. `is_short`: whether all is done in one launch, where each program has a place of
-    its own in `largest`.
+    """q, k or v as kernels take it, and the memory that they write; `rotary` turns it at positions
+    of keys. Its scale is found where none is given. `drifts`: whether v's drift is measured.
+    `is_short`: whether all is done in one launch, whose programs have each a place in `largest`.
     """
     x = x if x.stride(3) == 1 else x.contiguous()
     headdim, starts = x.shape[3], blocks.cu_seqlens
