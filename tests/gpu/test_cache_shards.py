@@ -7,14 +7,14 @@ import torch
 import torch.distributed as dist
 from helpers.cache_shards import CASES, filled, made
 from helpers.caches import contiguous, sequences
-from helpers.gpu_ranks import SHARES_GPU, run
+from helpers.gpu_ranks import SHARES_GPU, needs_ranks, run
 from helpers.waits import SHORT
 
 import tilewise
 import tilewise.distributed as td
 from tilewise.testing.tolerance import judge
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, needs_ranks]
 
 
 def decode(rank, names, device="cuda"):

@@ -1,5 +1,5 @@
-"""One sequence over several GPUs, beside one of them. All that are there take part; one GPU alone
-is shared by two ranks.
+"""One sequence over several GPUs, beside one of them. All that are there take part, and two ranks
+may share one (`gpu_ranks.SHARE`).
 """
 
 import functools
@@ -10,7 +10,17 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.gpu_ranks import CASES, RANKS, SEQLEN, Whole, arena_here, faults_of, layouts, run
+from helpers.gpu_ranks import (
+    CASES,
+    RANKS,
+    SEQLEN,
+    Whole,
+    arena_here,
+    faults_of,
+    layouts,
+    needs_ranks,
+    run,
+)
 from helpers.interrupts import interrupted
 from helpers.lives import lives
 from helpers.waits import SHORT
@@ -21,7 +31,7 @@ from tilewise.distributed.transport.exchange import publish_rows
 from tilewise.distributed.transport.halves import Arena
 from tilewise.errors import ArgumentError
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, needs_ranks]
 
 
 def bits(rank, names, in_groups=False):

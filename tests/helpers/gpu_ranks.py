@@ -1,7 +1,9 @@
 """One sequence over several GPUs in tests: a process for each, and what one GPU makes of a case."""
 
 import functools
+import os
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -12,8 +14,11 @@ from tilewise.distributed.transport.arena import arena_of
 from . import processes
 from .waits import DEADLINE
 
-SHARES_GPU = torch.cuda.device_count() == 1  # two ranks, among which gloo sends what NCCL would
+SHARE = "TILEWISE_TESTS_SHARE_GPU"
+# Of one GPU: two ranks, which alternate on it, and among which gloo sends what NCCL would
+SHARES_GPU = torch.cuda.device_count() == 1 and SHARE in os.environ
 RANKS = 2 if SHARES_GPU else min(torch.cuda.device_count(), 4)
+needs_ranks = pytest.mark.skipif(RANKS < 2, reason=f"needs two GPUs, or one with {SHARE}=1")
 SEQLEN = 1024 * 5 * RANKS
 DOCUMENTS = 0, 3000, 3001, 7777, SEQLEN
 CAUSAL = dict(causal=True)
