@@ -1,5 +1,7 @@
 """Kernels that record how they are launched, and what they are launched with."""
 
+from types import SimpleNamespace
+
 import torch
 from torch._C._dynamo import guards
 from triton.backends.nvidia.compiler import CUDABackend
@@ -17,6 +19,7 @@ class Kernel:
     """A kernel as Triton launches it, and as it is called when it is compiled."""
 
     function, packed_metadata = "function", "metadata"
+    src = SimpleNamespace(signature={})
 
     def __init__(self, name, log):
         self.name, self.log = name, log

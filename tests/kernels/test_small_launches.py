@@ -2,6 +2,9 @@
 them. No GPU: kernels are fakes that record their calls.
 """
 
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
 import pytest
 import torch
 from helpers.fake_kernels import Kernel, fake_kernels, plain
@@ -9,6 +12,11 @@ from helpers.fake_kernels import Kernel, fake_kernels, plain
 from tilewise.kernels.portable import launches
 
 CPU = torch.device("cpu")
+
+
+class Place(NamedTuple):
+    table: Any
+    number: int
 
 
 @pytest.fixture
@@ -37,3 +45,17 @@ def test_what_it_is_compiled_for(kernel):
         program = programs(CPU, 1, compiled_for=looks, COUNT=1)
         program.run((torch.zeros(4), 16, number))
     assert [how for _, how, *_ in kernel.log] == ["front", "front", "again", "again"]
+
+
+@pytest.mark.parametrize("kind, later", [("i32", "again"), ("constexpr", "front")])
+def test_a_record_of_numbers(kernel, kind, later):
+    """A Triton that has compiled a number of one call in is asked at every call."""
+    kernel.arg_names, signature = ["place", "BLOCK"], dict(place=("*fp32", kind), BLOCK="constexpr")
+    kernel.src = SimpleNamespace(signature=signature)
+    programs = launches.programs_of(kernel, dict(place=Place), BLOCK=128)
+    tables = [torch.zeros(4) for _ in range(2)]
+    for n, table in enumerate(tables):
+        programs(CPU, 1).run(Place(table, 1 + n))
+    assert [how for _, how, *_ in kernel.log] == ["front", later]
+    for n, (*_, args) in enumerate(kernel.log):
+        assert plain(args) == ((tables[n].data_ptr(), 1 + n), 128)

@@ -24,12 +24,12 @@ from tilewise.kernels.common import device_words
 from tilewise.kernels.common.operand import filled
 from tilewise.kernels.common.program import Launch
 from tilewise.kernels.common.quantized import FP8, Lengths
-from tilewise.kernels.common.row_table import BLOCK_M, BLOCK_N, Rows, Table
+from tilewise.kernels.common.row_table import Rows, Table
 from tilewise.kernels.cpu import quantize as plain
 from tilewise.kernels.hopper import copy_rows
 from tilewise.kernels.portable import decode_launch, quantize_memory
 from tilewise.kernels.portable.copy_table import publish_kernel
-from tilewise.kernels.portable.signals import LANES, WORDS, barrier_kernel, poison_kernel
+from tilewise.kernels.portable.signals import LANES, WORDS, Meeting, barrier_kernel, poison_kernel
 from tilewise.testing import use_interpreter
 
 pytestmark = pytest.mark.slow
@@ -158,12 +158,15 @@ class Ranks:
         self.failed = [torch.zeros(device_words.WORDS, dtype=INT32) for _ in range(ranks)]
         self.reports = [torch.zeros(1 + LANES, dtype=torch.int64) for _ in range(ranks)]
 
+    def meeting(self, number, rank, fingerprint=7, limit=3000):
+        tensors = self.addresses, self.failed[rank], self.reports[rank]
+        return Meeting(*tensors, number, fingerprint, rank, ranks=len(self.pads), limit=limit)
+
     def launch(self, number, rank, fingerprint=7, waits=True, limit=3000, seed=None):
         kernel = execute(barrier_kernel, seed, options=dict(num_warps=1), reached=self.pads)
-        tensors = self.addresses, self.failed[rank], self.reports[rank]
-        numbers = number, fingerprint, rank, len(self.pads), limit
+        meeting = self.meeting(number, rank, fingerprint, limit)
         constants = dict(WAITS=waits, TIMED=True, THREADS=LANES)
-        return kernel.machine((1,), *tensors, *numbers, **constants)
+        return kernel.machine((1,), meeting, **constants)
 
 
 @pytest.mark.parametrize("ranks", sample([1, 2, 8, 32], 8))
@@ -197,7 +200,7 @@ def test_ranks_meet_behind_their_copies(seed):
     """What each program has copied is there when the last one says that its rank has come."""
     it, programs = Ranks(2), 3
     table = Table([Rows(0, 64, 96, 0, 32, 128, rows=37, width=64)])
-    entries, blocks = table.at(torch.device("cpu")), dict(BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N)
+    entries = table.at(torch.device("cpu"))
     sources, targets = (torch.randint(99, (2, 2048), dtype=INT32) for _ in range(2))
     counts = dict(SOURCES=1, TARGETS=1, PROGRAMS=programs)
     for number in (1, 2):
@@ -209,9 +212,8 @@ def test_ranks_meet_behind_their_copies(seed):
                 publish_kernel, seed + rank, options=dict(num_warps=4), reached=reached
             )
             addresses = [(x.data_ptr(),) for x in memory]
-            meeting = it.addresses, it.failed[rank], it.reports[rank], number, 7, rank, 2, 3000
-            tensors = entries, *addresses, table.tiles, *meeting
-            machines.append(kernel.machine((programs,), *tensors, **counts, **blocks, TIMED=True))
+            tensors = entries, *addresses, table.tiles, it.meeting(number, rank)
+            machines.append(kernel.machine((programs,), *tensors, **counts, TIMED=True))
         run_together(machines)
         assert not any(x.any() for x in it.failed)
     for source, target in zip(sources, targets):

@@ -199,7 +199,6 @@ WIDE = {
     "kernels/hopper/fwd/fp8_kernel.py": {"hopper_fp8_fwd_kernel"},
     "kernels/hopper/bwd/kernel.py": {"hopper_bwd_kernel"},
     "kernels/hopper/bwd/mma_dq.py": {"hopper_bwd_query_kernel"},
-    "kernels/portable/copy_table.py": {"publish_kernel"},  # compiles for the values of a group
 }
 
 

@@ -136,7 +136,7 @@ def packed(
             parameters.append((POINTER, 0))
         elif kind in NUMBERS and isinstance(item, (bool, int, float)):
             parameters.append((kind, item))
-        else:
+        elif kind != "constexpr":
             return None
     sizes = [sized(kind, value, moving) for kind, value in parameters]
     reported = sizes_of(compiled.function, libcuda)
@@ -173,8 +173,6 @@ def flat(kinds: tuple, args: Iterator[Any]) -> Iterator[tuple[str, Any]]:
     for kind in kinds:
         if isinstance(kind, tuple):
             yield from flat(kind, iter(next(args)))
-        elif kind == "constexpr":
-            next(args)
         elif kind.startswith("tensordesc"):
             yield MAP, next(args)
             dimensions = kind.partition("[")[2].partition("]")[0].count(",") + 1

@@ -20,7 +20,8 @@ from ...tuning.select import overrides
 from .alignment import ALIGNMENT
 from .building import first_launch, on_device, side_by_side
 from .direct import Relaunch, may_relaunch, past_triton, relaunch_of
-from .operand import Operand, Provided, Within, filled, gaps_in, operands_of
+from .operand import Gap, Operand, Provided, Within, filled, gaps_in, operands_of
+from .packed import flat
 from .workspace import Workspace, allocator_of, starts_of, tensors_of
 
 Tensor = torch.Tensor
@@ -73,6 +74,9 @@ class Launch(NamedTuple):
         """A launch of the compiled kernel as a function of a stream and of a row of addresses, in
         the order of these tensors, of which it was launched first; None where there is no way.
         """
+        kinds = flat(tuple(compiled.src.signature.values()), iter(self.positional))
+        if any(kind == "constexpr" and isinstance(x, Gap) for kind, x in kinds):
+            return None  # the code has a number of one call: `lengths` does not reach this Triton
         return relaunch_of(past_triton(compiled, self.programs), self.positional, [*values])
 
 

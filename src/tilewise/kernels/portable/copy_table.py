@@ -17,11 +17,13 @@ import triton
 import triton.language as tl
 
 from ..common.device_words import COPIED
+from ..common.lengths import for_all_lengths
 from ..common.row_table import BLOCK_M, BLOCK_N, Table
 from .launches import programs_of
-from .signals import barrier_kernel
+from .signals import Meeting, barrier_kernel
 
 Tensor = torch.Tensor
+_BLOCK_M, _BLOCK_N = tl.constexpr(BLOCK_M), tl.constexpr(BLOCK_N)
 _FIELDS, _COPIED = tl.constexpr(9), tl.constexpr(COPIED)
 _THREADS = tl.constexpr(128)  # of a program: one for each rank, where ranks meet
 _PROGRAMS = 528  # four an SM
@@ -36,8 +38,6 @@ def copy_table_kernel(
     SOURCES: tl.constexpr,
     TARGETS: tl.constexpr,
     PROGRAMS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
 ):
     """Each program takes every PROGRAMS-th tile. An entry of the table ends with how many tiles
     there are up to its last.
@@ -49,10 +49,10 @@ def copy_table_kernel(
             before = tl.load(entry + 8)
             entry += _FIELDS
         rows, width = tl.load(entry + 6), tl.load(entry + 7) * 4
-        blocks = tl.cdiv(width, BLOCK_N)
+        blocks = tl.cdiv(width, _BLOCK_N)
         place = tile - before
-        row = place // blocks * BLOCK_M + tl.arange(0, BLOCK_M)
-        column = place % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
+        row = place // blocks * _BLOCK_M + tl.arange(0, _BLOCK_M)
+        column = place % blocks * _BLOCK_N + tl.arange(0, _BLOCK_N)
         mask = (row < rows)[:, None] & (column < width)[None, :]
         source = words_at(tl.load(entry), tl.load(entry + 1), sources, SOURCES)
         target = words_at(tl.load(entry + 3), tl.load(entry + 4), targets, TARGETS)
@@ -71,42 +71,30 @@ def words_at(number, units, addresses, COUNT: tl.constexpr):
     return tl.multiple_of((first + units * 16).to(tl.pointer_type(tl.int32)), 16)
 
 
-@triton.jit(do_not_specialize=["tiles", "number", "fingerprint", "rank", "ranks", "limit"])
+@for_all_lengths(["meeting"])
+@triton.jit(do_not_specialize=["tiles"])
 def publish_kernel(
     table,
     sources,
     targets,
     tiles,
-    pads,
-    words,
-    report,
-    number,
-    fingerprint,
-    rank,
-    ranks,
-    limit,
+    meeting,
     SOURCES: tl.constexpr,
     TARGETS: tl.constexpr,
     PROGRAMS: tl.constexpr,
     TIMED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
 ):
     """The copies of a table, and the barrier of ranks by the last program that has copied."""
-    copy_table_kernel(table, sources, targets, tiles, SOURCES, TARGETS, PROGRAMS, BLOCK_M, BLOCK_N)
+    copy_table_kernel(table, sources, targets, tiles, SOURCES, TARGETS, PROGRAMS)
     tl.debug_barrier()  # all threads have stored
-    if tl.atomic_add(words + _COPIED, 1, sem="acq_rel") == PROGRAMS - 1:
-        tl.store(words + _COPIED, 0)
-        barrier_kernel(
-            pads, words, report, number, fingerprint, rank, ranks, limit, True, TIMED, _THREADS
-        )
+    if tl.atomic_add(meeting.device_words + _COPIED, 1, sem="acq_rel") == PROGRAMS - 1:
+        tl.store(meeting.device_words + _COPIED, 0)
+        barrier_kernel(meeting, True, TIMED, _THREADS)
 
 
-LISTS = dict(sources="SOURCES", targets="TARGETS")
-copies, publications = (
-    programs_of(kernel, LISTS, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N)
-    for kernel in (copy_table_kernel, publish_kernel)
-)
+LISTS: dict[str, Any] = dict(sources="SOURCES", targets="TARGETS")
+copies = programs_of(copy_table_kernel, LISTS)
+publications = programs_of(publish_kernel, LISTS | dict(meeting=Meeting))
 
 
 def copy_table(
@@ -114,12 +102,12 @@ def copy_table(
     sources: Sequence[int],
     targets: Sequence[int],
     device: torch.device,
-    barrier: tuple[Any, ...] = (),
+    meeting: tuple[Any, ...] = (),
     **options: Any,
 ) -> None:
-    """The copies of a table between tensors at these addresses; then a barrier, if there is one."""
+    """The copies of a table between tensors at these addresses, and behind them a `Meeting`."""
     entries = table.at(device)
     programs = _PROGRAMS if device.type == "cuda" else min(4, table.tiles)
     options |= dict(SOURCES=len(sources), TARGETS=len(targets), PROGRAMS=programs)
-    program = (publications if barrier else copies)(device, programs, **options)
-    program.run((entries, *sources, *targets, table.tiles, *barrier))
+    program = (publications if meeting else copies)(device, programs, **options)
+    program.run((entries, *sources, *targets, table.tiles, *meeting))

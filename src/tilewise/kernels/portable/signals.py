@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -27,6 +27,7 @@ from triton.language.extra.cuda import globaltimer
 
 from ..common.device_words import ARRIVED, FAILED, LATE
 from ..common.device_words import WORDS as DEVICE_WORDS
+from ..common.lengths import for_all_lengths
 from .launches import programs_of
 
 Tensor = torch.Tensor
@@ -38,6 +39,19 @@ _FAILED, _ARRIVED, _LATE = tl.constexpr(FAILED), tl.constexpr(ARRIVED), tl.const
 _LANES = tl.constexpr(LANES)
 _BLOCK = 4096
 _PROGRAMS = 128  # of the kernel that poisons: about one an SM
+
+
+class Meeting(NamedTuple):
+    """A barrier as one rank makes it."""
+
+    pads: Any  # addresses of those of all ranks
+    device_words: Any
+    report: Any
+    number: int
+    fingerprint: int
+    rank: int
+    ranks: int
+    limit: int  # of waiting, as `clock` counts
 
 
 @triton.jit
@@ -56,23 +70,13 @@ def read(words, is_rank):
     return tl.atomic_add(words, zeros, mask=is_rank, sem="acquire", scope="sys")
 
 
-@triton.jit(do_not_specialize=["number", "fingerprint", "rank", "ranks", "limit"])
-def barrier_kernel(
-    pads,
-    failed,
-    report,
-    number,
-    fingerprint,
-    rank,
-    ranks,
-    limit,
-    WAITS: tl.constexpr,
-    TIMED: tl.constexpr,
-    THREADS: tl.constexpr,
-):
+@for_all_lengths(["meeting"])
+@triton.jit
+def barrier_kernel(meeting, WAITS: tl.constexpr, TIMED: tl.constexpr, THREADS: tl.constexpr):
     """Barrier `number` of a rank. Where a rank does not come within `limit`, or comes with another
     fingerprint, `failed` is set, and `report` gets the number and the words that were found.
     """
+    pads, failed, report, number, fingerprint, rank, ranks, limit = meeting
     lane = tl.arange(0, THREADS)
     is_rank = lane < ranks
     word = (tl.cast(number, tl.int64) << 32) | tl.cast(fingerprint, tl.int64)
@@ -134,7 +138,7 @@ def poison_kernel(
             fill_nan(tensors[i], sizes[i], PROGRAMS, BLOCK)
 
 
-barriers = programs_of(barrier_kernel, THREADS=LANES)
+barriers = programs_of(barrier_kernel, dict(meeting=Meeting), THREADS=LANES)
 LISTS = dict(tensors="TENSORS", sizes="TENSORS")
 poisons = programs_of(poison_kernel, LISTS, PROGRAMS=_PROGRAMS, BLOCK=_BLOCK)
 
@@ -172,11 +176,11 @@ class Signals:
         limit = int(seconds * (1e9 if is_timed else POLLS))
         options: Any = dict(compiled_for=(limit < 2**31,), TIMED=is_timed)
         numbers = number, fingerprint, self.rank, self.ranks, limit
-        values = self.pads, self.words, self.report, *numbers
+        meeting = self.pads, self.words, self.report, *numbers  # in the order of a `Meeting`
         if behind is None:
-            barriers(self.device, 1, WAITS=waits, **options).run(values)
+            barriers(self.device, 1, WAITS=waits, **options).run(meeting)
         else:
-            behind(barrier=values, **options)
+            behind(meeting=meeting, **options)
 
     @property
     def has_failed(self) -> bool:
