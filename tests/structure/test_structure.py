@@ -211,6 +211,16 @@ def test_functions_take_twelve_parameters_at_most():
                 assert count <= 12, f"{name}: {node.name} takes {count}"
 
 
+def test_records_name_what_they_are_made_of():
+    """`_make` takes anything in any place: pyright compares it with no field."""
+    for name in FILES:
+        for node in nodes_of(name):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("._make"):
+                items = getattr(node.args[0], "elts", None)
+                is_named = items is None or any(isinstance(x, ast.Starred) for x in items)
+                assert is_named, f"{name}:{node.lineno}"
+
+
 def functions(name: str) -> list:
     kinds = ast.FunctionDef | ast.AsyncFunctionDef
     return [node for node in nodes_of(name) if isinstance(node, kinds)]

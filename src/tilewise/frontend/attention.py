@@ -11,7 +11,7 @@ from ..dispatch import check_backend
 from ..errors import HEADS_FIRST, OURS
 from ..features import refuse
 from ..kernels.common.cached import Cached
-from ..kernels.common.quantized import Quantized, Scales
+from ..kernels.common.quantized import GivenScales, Quantized
 from ..keywords import refuses_others, unexpected
 from ..ops import attention as ops
 from ..ops import context_parallel as shards
@@ -260,7 +260,7 @@ def attention(
     optional |= dict(page_table=page_table, split_size=split_size, out=out)
     if is_fp8 or isinstance(q, Quantized) or k is None or v is None:
         refuse("fp8", **optional, dropout_p=dropout_p or None)
-        scales = Scales._make((q_descale, k_descale, v_descale))
+        scales = GivenScales(q_descale, k_descale, v_descale)
         inputs = paths.eight_bit_inputs(q, k, v=v, scales=scales)
         options: Any = dict(layout=layout, out_dtype=out_dtype, backward=backward, backend=backend)
         options |= dict(max_seqlen_q=max_seqlen_q, is_raw=not isinstance(q, Quantized))

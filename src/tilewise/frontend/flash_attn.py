@@ -11,7 +11,7 @@ import torch
 
 from ..errors import ArgumentError, Words
 from ..features import refuse
-from ..kernels.common.quantized import Quantized, Scales
+from ..kernels.common.quantized import GivenScales, Quantized
 from ..keywords import refuses_others, unexpected
 from ..ops import context_parallel as shards
 from ..ops.calls import Entry, find
@@ -139,7 +139,7 @@ def flash_attn_func(
         inputs,
         Extras(alibi_slopes, learnable_sink),
         numbers=Numbers(softmax_scale, softcap, dropout_p, _flag(causal), window=window_size),
-        scales=Scales._make((q_descale, k_descale, v_descale)),
+        scales=GivenScales(q_descale, k_descale, v_descale),
         out_dtype=out_dtype,
         deterministic=deterministic,
         attention_chunk=attention_chunk,
@@ -247,7 +247,7 @@ def flash_attn_varlen_func(
         inputs,
         Extras(alibi_slopes, learnable_sink, seqused_k, seqused_q, cu_seqlens_q, cu_seqlens_k),
         numbers=Numbers(softmax_scale, softcap, dropout_p, _flag(causal), window=window_size),
-        scales=Scales._make((q_descale, k_descale, v_descale)),
+        scales=GivenScales(q_descale, k_descale, v_descale),
         out_dtype=out_dtype,
         deterministic=deterministic,
         attention_chunk=attention_chunk,
@@ -263,7 +263,7 @@ def _attend(
     extras: Extras,
     *,
     numbers: Numbers,
-    scales: Scales,
+    scales: GivenScales,
     out_dtype: torch.dtype | None,
     deterministic: bool,
     attention_chunk: int,

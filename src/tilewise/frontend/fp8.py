@@ -95,9 +95,7 @@ def _of_raw(x: Quantized, extras: Extras, layout: str, is_packed: bool) -> Quant
     """q, k and v in order, with scales as kernels take them; `v_t` is v."""
     q, k, v = in_order(x.q, x.k, x.v_t, layout, is_packed)
     sequences = q.shape[0] if extras.cu_seqlens_q is None else extras.cu_seqlens_q.shape[0] - 1
-    one: Any = None
-    if any(scale is None for scale in x.scales):
-        one = ones_of(k, sequences)
+    one: Any = ones_of(k, sequences) if any(scale is None for scale in x.scales) else None
     scales = [
         one if scale is None else expanded_scale(name, scale, k=k, sequences=sequences)
         for name, scale in zip(DESCALES, x.scales)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import ArgumentError
-from ..kernels.common.quantized import Quantized, Scales
+from ..kernels.common.quantized import Quantized
 from ..mods.flat import FlatMods
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def has_fp8(q: Any) -> bool:
     return isinstance(q, Quantized) or getattr(q, "dtype", None) in ONE_BYTE
 
 
-def eight_bit_inputs(q: Any, k: Any, v: Any, scales: Scales) -> Quantized:
+def eight_bit_inputs(q: Any, k: Any, v: Any, scales: Any) -> Quantized:
     """What a call with FP8 products reads: a `Quantized`, or one of the caller's q, k and v."""
     if not isinstance(q, Quantized):
         return Quantized(q, k, v_t=v, scales=scales)

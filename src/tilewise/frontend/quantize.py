@@ -8,7 +8,7 @@ import torch
 
 from ..errors import ArgumentError
 from ..features import refuse_gradients
-from ..kernels.common.quantized import Lengths, Quantized, Scales, Source
+from ..kernels.common.quantized import GivenScales, Lengths, Quantized, Source
 from ..kernels.cpu.quantize import Steps
 from ..keywords import refuses_others, unexpected
 from ..ops import quantize as ops
@@ -151,17 +151,17 @@ def _tables(rotary: Any, k: Tensor, of: Lengths) -> Rotary:
     return Rotary(rotary.cos, rotary.sin, interleaved=is_interleaved)
 
 
-def _scales(scales: Any, k: Tensor, sequences: int) -> Scales:
+def _scales(scales: Any, k: Tensor, sequences: int) -> GivenScales:
     """The caller's scales as kernels take them, None for those that the tensors give."""
     scales = (None, None, None) if scales is None else scales
     if not isinstance(scales, (tuple, list)) or len(scales) != 3:
         raise ArgumentError(
             f"scales={scales!r}: it must be a tuple of three, for q, k and v, each a tensor or None"
         )
-    named = [(f"scales.{name}", x) for name, x in zip(Scales._fields, scales)]
+    named = [(f"scales.{name}", x) for name, x in zip(GivenScales._fields, scales)]
     refuse_gradients("scales", named)
-    expanded: list[Any] = [
+    expanded = (
         None if x is None else expanded_scale(name, x, k=k, sequences=sequences)
         for name, x in named
-    ]
-    return Scales._make(expanded)
+    )
+    return GivenScales._make(expanded)

@@ -15,6 +15,7 @@ from ..kernels.common.outputs import has_no_sequence
 from ..kernels.common.quantized import (
     FP8,
     TWO_LEVELS,
+    GivenScales,
     Lengths,
     Quantized,
     Scales,
@@ -55,13 +56,11 @@ class CallQuantize:
 def quantize(
     call: CallQuantize,
     inputs: tuple[Tensor, Tensor, Tensor],
-    scales: Scales,
+    scales: GivenScales,
     of: Lengths,
     rotary: Rotary | None,
 ) -> Quantized:
-    """Quantizes 4-dimensional q, k and v; `scales` are those that are given, (batch, nheads_k), and
-    None for the others.
-    """
+    """Quantizes 4-dimensional q, k and v."""
     if not (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()):
         return _run(call, inputs, scales=scales, of=of, rotary=rotary)
     tables, steps = (None, None, True) if rotary is None else rotary, call.steps
@@ -80,14 +79,14 @@ def _run(
     call: CallQuantize,
     inputs: tuple[Tensor, Tensor, Tensor],
     *,
-    scales: Scales,
+    scales: GivenScales,
     of: Lengths,
     rotary: Rotary | None,
 ) -> Quantized:
     (q, k, v), run = inputs, call.run
     if run is None:  # a call of lazily negated tensors is known by nothing, and so always new
         q, k, v = resolved((q, k, v))
-        scales, of = Scales._make(resolved(scales)), Lengths._make(resolved(of))
+        scales, of = GivenScales._make(resolved(scales)), Lengths._make(resolved(of))
         cos, sin = resolved((None, None) if rotary is None else rotary[:2])
         rotary = None if rotary is None else Rotary(cos, sin, interleaved=rotary.interleaved)
         tables = ("rotary.cos", cos), ("rotary.sin", sin)
@@ -107,7 +106,7 @@ def quantizer_for(x: Tensor) -> Any:
 def _kernel(args: tuple) -> tuple[Tensor, ...]:
     values, tensors = dict(zip(ARGUMENTS, args)), args[: len(OPERANDS)]
     check_devices(OPERANDS, tensors)
-    (q, k, v), scales, of = args[:3], Scales._make(args[3:6]), record_of(Lengths, values)
+    (q, k, v), scales, of = args[:3], GivenScales._make(args[3:6]), record_of(Lengths, values)
     rotary = None if values["cos"] is None else record_of(Rotary, values)
     key = "quantize", args[len(OPERANDS) :]
     steps = Steps(values["rotate"], values["smooth_k"], smooth_v=values["smooth_v"])

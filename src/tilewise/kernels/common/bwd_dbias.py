@@ -31,12 +31,13 @@ class Sharing(NamedTuple):
 
 def sharing_of(dbias, q, k, tile) -> tuple[Sharing, int]:
     """How a bias is shared, by its gradient's shape, and how many tiles it has in all."""
-    m_blocks = triton.cdiv(q.shape[1], tile.BLOCK_M)
-    n_blocks = triton.cdiv(k.shape[1], tile.BLOCK_N)
-    of_scores = q.shape[0], q.shape[2], m_blocks, n_blocks
-    of_bias = [1 if n == 1 else tiles for n, tiles in zip(dbias.shape, of_scores)]
-    shares = [tiles // n for n, tiles in zip(of_bias, of_scores)]
-    return Sharing._make([*of_bias[1:], *shares]), math.prod(of_bias)
+    tiles = triton.cdiv(q.shape[1], tile.BLOCK_M), triton.cdiv(k.shape[1], tile.BLOCK_N)
+    of_scores = q.shape[0], q.shape[2], *tiles
+    of_bias = [1 if n == 1 else count for n, count in zip(dbias.shape, of_scores)]
+    _, heads, m_blocks, n_blocks = of_bias
+    batch, head, row, column = (count // n for n, count in zip(of_bias, of_scores))
+    shares = dict(per_batch=batch, per_head=head, per_row=row, per_column=column)
+    return Sharing(heads, m_blocks, n_blocks=n_blocks, **shares), math.prod(of_bias)
 
 
 @triton.jit

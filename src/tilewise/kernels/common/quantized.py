@@ -41,6 +41,14 @@ class Scales(NamedTuple):
     __repr__ = short
 
 
+class GivenScales(NamedTuple):
+    """Scales as `Scales` has them, where the caller gave them, and else None."""
+
+    q: Tensor | None
+    k: Tensor | None
+    v: Tensor | None
+
+
 class Source(NamedTuple):
     """The tensors that were quantised, (batch, seqlen, nheads, headdim), where one of them requires
     a gradient; packed ones are a batch of 1.

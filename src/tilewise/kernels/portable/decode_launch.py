@@ -167,7 +167,8 @@ def launches_of(
     in_one = states is None and (pieces <= lead or need > workspace)
     partials = Partials(None, None, None, 0, blocks, None)
     if states is not None:
-        lead, partials = 1, Partials._make((*states, all_rows, blocks, None, None))
+        lead, (acc_o, m_i, l_i) = 1, states
+        partials = Partials(acc_o, m_i, l_i, rows=all_rows, blocks=blocks, lead=None)
     elif not in_one:
         partials = partials_of(work, pieces, all_rows, problem.headdim_v)
         partials = partials._replace(blocks=blocks, lead=lead if lead > 1 else None)
