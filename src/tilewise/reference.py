@@ -349,7 +349,8 @@ def merge_states(out1: Tensor, lse1: Tensor, out2: Tensor, lse2: Tensor) -> tupl
 
     Returns:
         (out, lse), computed in fp32, or in fp64 if an lse is fp64, out in the dtype of out1,
-        differentiable in all four. Where both lse are -inf (no key at all) lse is -inf and out 0.
+        differentiable in all four. A part whose lse is -inf (no key) may hold any values in its
+        out, also NaN; where both are -inf, lse is -inf and out 0.
 
     Raises:
         ArgumentError: shapes do not match.
@@ -360,15 +361,17 @@ def merge_states(out1: Tensor, lse1: Tensor, out2: Tensor, lse2: Tensor) -> tupl
     _check_states(out1, lse1, out2=out2, lse2=lse2)
     exact = torch.promote_types(torch.promote_types(lse1.dtype, lse2.dtype), torch.float32)
     lse1, lse2 = lse1.to(exact), lse2.to(exact)
-    row_max = torch.maximum(lse1, lse2).detach()
-    row_max = row_max.masked_fill(row_max == -math.inf, 0)
+    row_max = torch.maximum(lse1, lse2).detach().clamp_min(torch.finfo(exact).min)
     weight1, weight2 = torch.exp(lse1 - row_max), torch.exp(lse2 - row_max)
     total = weight1 + weight2
     is_empty = total == 0
     total = total.masked_fill(is_empty, 1)
     lse = (row_max + torch.log(total)).masked_fill(is_empty, -math.inf)
-    share1, share2 = (w.div(total).transpose(-1, -2).unsqueeze(-1) for w in (weight1, weight2))
-    out = share1 * out1.to(exact) + share2 * out2.to(exact)
+    out = torch.zeros_like(out1, dtype=exact)
+    for part, part_lse, weight in ((out1, lse1, weight1), (out2, lse2, weight2)):
+        rows = weight / total, part_lse == -math.inf
+        share, is_empty = (x.transpose(-1, -2).unsqueeze(-1) for x in rows)
+        out = out + share * part.to(exact).masked_fill(is_empty, 0)
     return out.to(out1.dtype), lse
 
 

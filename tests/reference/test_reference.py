@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import tilewise
 from tilewise import ArgumentError, attention_reference, merge_states
 
 F64 = torch.float64
@@ -253,6 +254,44 @@ def test_merge_is_differentiable_where_parts_are_empty():
     out, lse = merge_states(*inputs)
     (out.sum() + lse[lse > -math.inf].sum()).backward()
     assert all(x.grad.isfinite().all() for x in inputs)
+
+
+def combined(out1, lse1, out2, lse2):
+    """`merge_states` by `flash_attn_combine`."""
+    lses = torch.stack([x.transpose(-1, -2) for x in (lse1, lse2)])
+    out, lse = tilewise.flash_attn_combine(torch.stack([out1, out2]), lses)
+    return out, lse.transpose(-1, -2)
+
+
+@pytest.mark.parametrize("merge", [merge_states, combined])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, F64])
+@pytest.mark.parametrize("held", [math.nan, math.inf, -math.inf])
+def test_what_a_part_without_keys_holds_has_no_weight(merge, dtype, held):
+    """Rows of either part, or of both, see no key: out and gradients are those of zeros there."""
+    outs = torch.randn(2, 3, 5, 4, 8).to(dtype)
+    lses = torch.randn(2, 3, 4, 5, dtype=torch.promote_types(dtype, torch.float32))
+    lses[torch.rand(lses.shape) < 0.4] = -math.inf
+    lses[:, 0, 0] = -math.inf
+    is_empty = (lses == -math.inf).transpose(-1, -2).unsqueeze(-1)
+    results = []
+    for value in (0.0, held):
+        parts = outs.masked_fill(is_empty, value)
+        inputs = [x.clone().requires_grad_() for x in (parts[0], lses[0], parts[1], lses[1])]
+        out, lse = merge(*inputs)
+        grads = []
+        if merge is merge_states:
+            grads = torch.autograd.grad(out.sum() + lse[lse > -math.inf].sum(), inputs)
+        results.append([out, lse, *grads])
+    assert results[0][0].isfinite().all() and (results[0][0][0, :, 0] == 0).all()
+    for zeros, others in zip(*results):
+        assert torch.equal(zeros, others)
+
+
+def test_merge_keeps_values_of_parts_with_keys():
+    """A part with keys may be NaN, and the row is."""
+    out, lse = torch.full((1, 2, 1, 4), math.nan), torch.full((1, 1, 2), -1e30)
+    merged, _ = merge_states(out, lse, torch.ones_like(out), torch.zeros_like(lse))
+    assert merged.isnan().all()
 
 
 def test_merge_keeps_the_dtype_of_out1():

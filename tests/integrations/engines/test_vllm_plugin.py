@@ -135,6 +135,13 @@ def test_a_captured_step_keeps_the_bound_of_its_graph(plugin, bound):
     assert made.max_seqlen_q == bound and made.seqused_k.tolist() == [1, 1]
 
 
+@pytest.mark.parametrize("total", [0.5, -torch.inf])
+def test_a_rank_without_keys_of_a_row_adds_nothing(plugin, total):
+    out, lse = torch.full((2, 3, 4), torch.nan), torch.full((3, 2), -torch.inf)
+    share = plugin.shards._share(out, lse, total=torch.full((3, 2), total))
+    assert share.shape == out.shape and not share.any()
+
+
 def test_another_groups_table_leaves_the_first_as_it_is(plugin):
     made = builder(plugin).build(0, Common(*a_step()))
     table, slots = made.page_table + 1, made.slot_mapping + BLOCK

@@ -247,9 +247,9 @@ class CacheShards:
             out, lse = attention(q, k_cache, v_cache, return_lse=True, **options)
         sent = torch.cat((out.to(lse.dtype), lse.transpose(1, 2).unsqueeze(-1)), -1)
         outs, lses = self._gather(sent).split((out.shape[-1], 1), -1)
-        weights = lses.softmax(0).nan_to_num(0)  # NaN in rows without keys
+        parts = (outs * lses.softmax(0)).masked_fill(lses == -torch.inf, 0)  # NaN without keys
         lse = lses.logsumexp(0).squeeze(-1).transpose(1, 2)
-        return (outs * weights).sum(0).to(q.dtype), lse
+        return parts.sum(0).to(q.dtype), lse
 
     def _fold(
         self,

@@ -56,11 +56,11 @@ class LearnedSum:
 
 
 def join_sink(out: Tensor, lse: Tensor, extras: Extras) -> tuple[Tensor, Tensor]:
-    """Joins the sinks to `out` and `lse` of all keys, in place."""
+    """Joins the sinks to `out` and `lse` of all keys, in place; both may be -inf."""
     if extras.sinks is None:
         return out, lse
     whole = torch.logaddexp(lse, extras.sinks.to(lse.dtype).unsqueeze(1))
-    out *= torch.exp(lse - whole).transpose(1, 2).unsqueeze(-1)
+    out *= torch.exp(lse - whole).masked_fill(lse == -torch.inf, 0).transpose(1, 2).unsqueeze(-1)
     return out, whole
 
 
@@ -72,5 +72,5 @@ def gradient_of_sink(
         return None
     delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).transpose(1, 2)
     delta = delta if dlse is None else delta - dlse
-    p = torch.exp(extras.sinks.to(lse.dtype).unsqueeze(1) - lse)
+    p = torch.exp(extras.sinks.to(lse.dtype).unsqueeze(1) - lse).masked_fill(lse == -torch.inf, 0)
     return -(p * delta).sum((0, 2))

@@ -55,8 +55,8 @@ def merge_ranks(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
 
 def _share(out: Tensor, lse: Tensor, total: Tensor) -> Tensor:
     """What a part of the keys adds to a row of all."""
-    weight = (lse - total).exp().masked_fill(total == -torch.inf, 0)
-    return out * weight.t().unsqueeze(-1).to(out.dtype)
+    weight = (lse - total).exp().t().unsqueeze(-1).to(out.dtype)
+    return (out * weight).masked_fill((lse == -torch.inf).t().unsqueeze(-1), 0)  # of any `out`
 
 
 def attend_shards(
