@@ -198,16 +198,23 @@ def as_int(value: Any) -> int | None:
     return int(value) if isinstance(value, numbers.Integral) and type(value) is not bool else None
 
 
+def check_size(name: str, value: Any, least: int = 0) -> int:
+    """A number of things, as an int."""
+    number = as_int(value)
+    if number is None or number < least:
+        raise ArgumentError(f"{name}={value!r}: it must be an int, at least {least}")
+    return number
+
+
 def check_bounds(*bounds: int | Tensor | None) -> None:
     """max_seqlen_q and max_seqlen_k, which may be larger than any length."""
     for name, bound in zip(("max_seqlen_q", "max_seqlen_k"), bounds):
-        if bound is None:
-            continue
-        is_tensor = isinstance(bound, Tensor)  # its number is on its device, and not waited for
-        if is_tensor and bound.numel() == 1 and not (bound.dtype.is_floating_point):
-            continue
-        is_number = isinstance(bound, (int, torch.SymInt)) and not isinstance(bound, bool)
-        if not is_number or holds(bound < 0, False):
+        if isinstance(bound, Tensor):  # its number is on its device, and not waited for
+            is_right = bound.numel() == 1 and not bound.dtype.is_floating_point
+        else:
+            is_number = isinstance(bound, (int, torch.SymInt)) and not isinstance(bound, bool)
+            is_right = bound is None or (is_number and not holds(bound < 0, False))
+        if not is_right:
             raise ArgumentError(
                 f"{name}={bound!r}: it must be an int, at least 0, or None to leave it out"
             )

@@ -18,7 +18,7 @@ import functools
 from typing import Any, NamedTuple
 
 from ...errors import ArgumentError
-from ...frontend.scalars import Window, as_int
+from ...frontend.scalars import Window, check_size
 from ..layouts.crossing import Moved, crossing, nodes_of
 from ..layouts.layout import Layout
 from ..layouts.pulls import shared_rows
@@ -67,9 +67,7 @@ class Plan(NamedTuple):
 def check_sizes(nheads: Any, nheads_k: Any, **sizes: Any) -> None:
     """Refuses what is no number of heads, or of another size."""
     for name, value in dict(nheads=nheads, nheads_k=nheads_k, **sizes).items():
-        size = as_int(value)
-        if size is None or size < 1:
-            raise ArgumentError(f"{name}={value!r}: it must be an int of at least 1")
+        check_size(name, value, least=1)
     if nheads % nheads_k:
         raise ArgumentError(f"nheads={nheads}: it must be a multiple of nheads_k={nheads_k}")
 

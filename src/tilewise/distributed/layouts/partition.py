@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ...errors import ArgumentError
+from ...frontend.scalars import check_size
 from .balance import balanced
 from .group import checked, ranks_of
 from .layout import Layout, check_starts, made
@@ -37,7 +38,8 @@ def contiguous(seqlen: int, group: Any = None) -> Layout:
         ArgumentError: an argument is wrong.
     """
     ranks = ranks_of(group)
-    size = -(-check_seqlen(seqlen) // ranks)
+    seqlen = check_size("seqlen", seqlen)
+    size = -(-seqlen // ranks)
     runs = [[_chunk(rank, size, seqlen=seqlen)] for rank in range(ranks)]
     return _layout("contiguous", seqlen, runs=runs, group=group)
 
@@ -58,7 +60,8 @@ def zigzag(seqlen: int, group: Any = None) -> Layout:
         ArgumentError: an argument is wrong.
     """
     ranks = ranks_of(group)
-    size = -(-check_seqlen(seqlen) // (2 * ranks))
+    seqlen = check_size("seqlen", seqlen)
+    size = -(-seqlen // (2 * ranks))
     chunks = [(rank, 2 * ranks - 1 - rank) for rank in range(ranks)]
     runs = [[_chunk(i, size, seqlen=seqlen) for i in pair] for pair in chunks]
     return _layout("zigzag", seqlen, runs=runs, group=group)
@@ -81,9 +84,8 @@ def striped(seqlen: int, group: Any = None, block: int = 128) -> Layout:
         ArgumentError: an argument is wrong.
     """
     ranks = ranks_of(group)
-    check_seqlen(seqlen)
-    if type(block) is not int or block < 1:
-        raise ArgumentError(f"block={block!r}: it must be an int, at least 1")
+    seqlen = check_size("seqlen", seqlen)
+    block = check_size("block", block, least=1)
     blocks = range(-(-seqlen // block))
     runs = [[_chunk(i, block, seqlen=seqlen) for i in blocks[rank::ranks]] for rank in range(ranks)]
     return _layout("striped", seqlen, runs=runs, group=group)
@@ -110,8 +112,7 @@ def documents(cu_seqlens: Sequence[int] | Tensor, group: Any = None, chunk: int 
         ArgumentError: an argument is wrong.
     """
     starts = check_starts(cu_seqlens)
-    if type(chunk) is not int or chunk < 1:
-        raise ArgumentError(f"chunk={chunk!r}: it must be an int, at least 1")
+    chunk = check_size("chunk", chunk, least=1)
     runs = balanced(starts, ranks_of(group), chunk=chunk)
     return _layout("documents", starts[-1], runs=runs, group=group).packed(starts)
 
@@ -146,13 +147,6 @@ def from_positions(positions: Tensor | Sequence[Tensor], group: Any = None) -> L
         )
     runs = [[(i, i + 1) for i in part] for part in of_ranks]
     return _layout("from_positions", seqlen, runs=runs, group=group)
-
-
-def check_seqlen(seqlen: int) -> int:
-    """Checks a number of tokens."""
-    if type(seqlen) is not int or seqlen < 0:
-        raise ArgumentError(f"seqlen={seqlen!r}: it must be an int, at least 0")
-    return seqlen
 
 
 def _chunk(index: int, size: int, *, seqlen: int) -> Run:
