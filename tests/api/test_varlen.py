@@ -1,6 +1,7 @@
 """Packed sequences: the public functions, under a compiler, and what is refused."""
 
 import contextlib
+import functools
 
 import pytest
 import torch
@@ -136,6 +137,98 @@ def test_what_is_wrong_is_named(name):
         assert claim in str(error.value)
 
 
+Q, K = torch.randn(2, 58, 4, 16).unbind(0)
+KEYS = int32(0, 7, 20, 20, 58)  # the longest has 38, and that of STARTS 33
+E4M3 = torch.float8_e4m3fn
+PAGES = dict(block_table=torch.arange(8, dtype=INT32).view(4, 2), causal=True)
+CACHE = dict(page_table=PAGES["block_table"], seqused_k=int32(33, 20, 40, 40))
+BOUNDED = {
+    "attention": lambda **x: tilewise.attention(
+        Q, K, K, cu_seqlens_q=STARTS, cu_seqlens_k=KEYS, **x
+    ),
+    "FP8": lambda **x: tilewise.attention(
+        *(y.to(E4M3) for y in (Q, K, K)), cu_seqlens_q=STARTS, cu_seqlens_k=KEYS, **x
+    ),
+    "a cache": lambda **x: tilewise.attention(
+        Q, *torch.zeros(2, 8, 20, 4, 16), cu_seqlens_q=STARTS, **CACHE, **x
+    ),
+    "flash_attn_with_kvcache": lambda **x: tilewise.flash_attn_with_kvcache(
+        Q,
+        *torch.zeros(2, 8, 20, 4, 16),
+        cu_seqlens_q=STARTS,
+        page_table=CACHE["page_table"],
+        cache_seqlens=CACHE["seqused_k"],
+        **x,
+    ),
+    "varlen": lambda **x: tilewise.flash_attn_varlen_func(Q, K, K, STARTS, KEYS, **x),
+    "varlen FP8": lambda **x: tilewise.flash_attn_varlen_func(
+        *(y.to(E4M3) for y in (Q, K, K)), STARTS, KEYS, **x
+    ),
+    "varlen pages": lambda **x: tilewise.flash_attn_varlen_func(
+        Q, *torch.zeros(2, 8, 20, 4, 16), STARTS, KEYS, **PAGES, **x
+    ),
+    "kvpacked": lambda **x: tilewise.flash_attn_varlen_kvpacked_func(
+        Q, torch.stack((K, K), 1), STARTS, KEYS, **x
+    ),
+}
+HAS_K = {"varlen", "varlen FP8", "varlen pages", "kvpacked"}  # of the others it has no effect
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+@pytest.mark.parametrize(("bound", "longest"), [("max_seqlen_q", 33), ("max_seqlen_k", 38)])
+def test_a_bound_below_the_longest_sequence_is_refused(name, bound, longest):
+    """Also where the call is known, whose key has only the kind of a bound."""
+    call = BOUNDED[name]
+    if bound == "max_seqlen_k" and name == "flash_attn_with_kvcache":
+        pytest.skip("it does not take max_seqlen_k")
+    expected = call()
+    for value in (longest, longest + 1, 4096, longest):
+        torch.testing.assert_close(call(**{bound: value}), expected, equal_nan=True)
+    for value in (longest - 1, 0):
+        if bound == "max_seqlen_k" and name not in HAS_K:
+            torch.testing.assert_close(call(**{bound: value}), expected, equal_nan=True)
+            continue
+        said = rf"{bound}={value}: a packed sequence has {longest} rows, so pass at least that"
+        with pytest.raises(tilewise.ArgumentError, match=said):
+            call(**{bound: value})
+
+
+def test_a_bound_of_stacked_tensors_is_checked():
+    qkv = torch.randn(58, 3, 4, 16)
+    tilewise.flash_attn_varlen_qkvpacked_func(qkv, STARTS, 33)
+    with pytest.raises(tilewise.ArgumentError, match="=32: a packed sequence has 33 rows"):
+        tilewise.flash_attn_varlen_qkvpacked_func(qkv, STARTS, 32)
+
+
+def test_a_bound_is_of_rows_in_use():
+    used = dict(seqused_q=int32(5, 0, 9, 20), seqused_k=int32(5, 0, 12, 20))
+    call = functools.partial(tilewise.flash_attn_varlen_func, Q, K, K, STARTS, STARTS, **used)
+    call(max_seqlen_q=20, max_seqlen_k=20)
+    for bound in ("max_seqlen_q", "max_seqlen_k"):
+        with pytest.raises(tilewise.ArgumentError, match=f"{bound}=19: a packed sequence has 20"):
+            call(**{bound: 19})
+
+
+@pytest.mark.parametrize(
+    "starts", [STARTS.long(), STARTS[None], STARTS[0], [0, 58], STARTS.float()]
+)
+def test_bounds_leave_starts_of_another_kind_to_their_checks(starts):
+    for bound in (1, 58):
+        with pytest.raises(tilewise.ArgumentError, match="cu_seqlens_q"):
+            tilewise.attention(
+                Q, K, K, cu_seqlens_q=starts, cu_seqlens_k=STARTS, max_seqlen_q=bound
+            )
+
+
+@pytest.mark.parametrize("function", ["attention", "flash_attn_varlen_func"])
+def test_a_bound_breaks_no_graph(function):
+    lengths = dict(cu_seqlens_q=STARTS, cu_seqlens_k=STARTS)
+    call = functools.partial(getattr(tilewise, function), Q, K, K, **lengths)
+    compiled = torch.compile(lambda n: call(max_seqlen_q=n), fullgraph=True, backend="aot_eager")
+    for bound in (33, 64, 90):
+        torch.testing.assert_close(compiled(bound), call(max_seqlen_q=bound))
+
+
 def test_seqused_q_asks_for_packed_sequences():
     q = torch.randn(2, 5, 2, 16)
     with pytest.raises(tilewise.ArgumentError, match="pass cu_seqlens_q"):
@@ -163,7 +256,7 @@ def test_the_bound_reaches_the_kernels(bound, is_long, is_dispatched, monkeypatc
     monkeypatch.setattr(dispatch, "choose", noted)
     calls._entry.cache_clear()
     x = torch.randn(3000, 1, 8, requires_grad=True)
-    starts = torch.tensor([0, 3000], dtype=INT32)
+    starts = torch.tensor([0, 1500, 3000], dtype=INT32)
     asked = dict(cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=bound, window=(3, 3))
     with FlopCounterMode(display=False) if is_dispatched else contextlib.nullcontext():
         tilewise.attention(x, x, x, **asked).sum().backward()

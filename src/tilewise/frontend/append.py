@@ -6,7 +6,7 @@ from typing import Any, Never
 
 import torch
 
-from ..errors import ArgumentError, a_type
+from ..errors import ArgumentError, Words, a_type
 from ..features import FLOATS, refuse_gradients
 from ..kernels.common.appended import Append
 from ..keywords import refuses_others, unexpected
@@ -15,9 +15,10 @@ from ..ops.calls import find
 from ..ops.context_parallel import refuse_shards
 from ..tile.rotary import Rotary
 from . import checks
-from .values import check_places, check_starts
+from .values import check_reach, check_starts, knows_values
 
 Tensor = torch.Tensor
+WORDS = Words(k="k_cache")
 
 
 @refuses_others("tilewise.cache.append")
@@ -236,3 +237,28 @@ def check_tables(rotary: Rotary, x: Tensor, of: str, prefix: str = "rotary.") ->
                 f"{name} has shape {tuple(table.shape)}: both tables must be (positions, "
                 f"rotary_dim / 2), rotary_dim at most headdim, {x.shape[-1]}"
             )
+
+
+def check_places(new: Append) -> None:
+    """Every new key has a slot in the cache, and every position a row in the rotary tables."""
+    slots: Any = new.slots
+    used: Any = new.seqused_k
+    room = new.k_cache.shape[0] * new.k_cache.shape[1]
+    if slots is not None and knows_values(slots) and bool((slots >= room).any()):
+        raise ArgumentError(
+            f"slots has {int(slots.max())} and the cache has {room} rows: a slot must be below "
+            "that, or negative to skip its key"
+        )
+    if used is None or not knows_values(used):
+        return
+    if slots is None:
+        starts: Any = new.cu_seqlens_q
+        fewest = [new.k.shape[1]] * len(used) if starts is None else starts.diff().tolist()
+        written = torch.tensor(fewest, device=used.device).unsqueeze(1)
+        check_reach(new.k_cache, new.page_table, used, words=WORDS, least=fewest, read=written)
+    longest = max(used.tolist(), default=0)
+    if new.rotary is not None and longest > new.rotary.cos.shape[0]:
+        raise ArgumentError(
+            f"seqused_k has {longest} keys and rotary.cos has {new.rotary.cos.shape[0]} "
+            "positions: pass longer tables"
+        )

@@ -35,6 +35,7 @@ from .scalars import (
     longest_of,
     step_bound,
 )
+from .values import check_longest
 
 if TYPE_CHECKING:
     from ..mods.block_mask import BlockMask
@@ -156,11 +157,11 @@ def attention(
             end to end. Without `cu_seqlens_k`: packed queries over a KV cache. Rows behind the last
             end are padding: out and gradients are 0 there and lse -inf, and `out=` stays as it is.
         cu_seqlens_k: as cu_seqlens_q, for keys. Lengths stay on the device.
-        max_seqlen_q: upper bound of query lengths, a hint for the tile shape: tiles for long
-            sequences are used where it is over 2048 or absent, else those for the mean length.
-            With a KV cache on Hopper, long sequences take faster kernels only where it says that
-            there may be some (docs/design/cache.md, chunks).
-        max_seqlen_k: upper bound of key lengths; it has no effect.
+        max_seqlen_q: upper bound of query lengths, refused where one on a CPU is longer. On a GPU a
+            hint: over 2048 it selects the tile for long sequences, else their mean length does, and
+            with a KV cache on Hopper it allows faster kernels (docs/design/cache.md, chunks). With
+            one that is too small `out` is as right, and slower.
+        max_seqlen_k: upper bound of key lengths; it has no effect, also where it is too small.
         seqused_q: int32 (batch,), valid queries of each packed sequence; the others have out 0 and
             lse -inf.
         seqused_k: int32 (batch,), valid keys of each sequence; the remaining keys are padding. With
@@ -205,6 +206,8 @@ def attention(
     """
     if unknown:
         raise unexpected("tilewise.attention", unknown)
+    if max_seqlen_q is not None and getattr(cu_seqlens_q, "is_cpu", False):
+        check_longest({"max_seqlen_q": max_seqlen_q}, (cu_seqlens_q,), used=(seqused_q,))
     # FP8 products have entries of their own
     is_fp8 = not (q_descale is out_dtype is backward is None)
     is_fp8 = is_fp8 or type(q) is Quantized or getattr(q, "dtype", None) in ONE_BYTE

@@ -24,16 +24,8 @@ from .checks import check_rank, in_order, with_contiguous_rows
 from .chunks import check_chunk, chunk_of_batch, chunk_of_cache, chunk_of_packed, within_chunk
 from .compiled import fits_node, has_node
 from .paths import eight_bit_inputs, has_fp8
-from .scalars import (
-    Numbers,
-    Window,
-    as_bound,
-    as_int,
-    check_bounds,
-    check_flag,
-    is_long,
-    longest_of,
-)
+from .scalars import Numbers, Window, as_bound, check_bounds, check_flag, check_size, is_long
+from .values import check_longest
 
 Tensor = torch.Tensor
 WORDS = Words(
@@ -199,8 +191,8 @@ def flash_attn_varlen_func(
         cu_seqlens_q: int32 (batch + 1,), where sequences begin, on the device of q; never copied to
             the host.
         cu_seqlens_k: as cu_seqlens_q, for keys; None with `block_table`.
-        max_seqlen_q: upper bound of query lengths; optional here.
-        max_seqlen_k: upper bound of key lengths; optional here.
+        max_seqlen_q: as in `tilewise.attention`, optional here, too.
+        max_seqlen_k: upper bound of key lengths, refused where one on a CPU is longer; optional.
         block_table: int32 (batch, pages), the pages of each sequence; without gradients.
         seqused_q: int32 (batch,), valid queries of each sequence.
         seqused_k: int32 (batch,), valid keys of each sequence.
@@ -218,6 +210,9 @@ def flash_attn_varlen_func(
         raise unexpected("tilewise.flash_attn_varlen_func", unknown)
     if cu_seqlens_q is None or cu_seqlens_k is None:
         raise ArgumentError("cu_seqlens_q and cu_seqlens_k say where sequences begin: pass both")
+    lengths: Any = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+    if getattr(cu_seqlens_q, "is_cpu", False):
+        check_longest(lengths, (cu_seqlens_q, cu_seqlens_k), used=(seqused_q, seqused_k))
     inputs: tuple[Any, Any, Any] = q, k, v
     flags = causal, softcap, deterministic, return_attn_probs, return_lse, num_splits, pack_gqa
     entry, optional = None, (alibi_slopes, learnable_sink, seqused_k, seqused_q)
@@ -229,7 +224,6 @@ def flash_attn_varlen_func(
             learned = {"alibi_slopes": alibi_slopes, "learnable_sink": learnable_sink}
             returned = {"return_attn_probs": return_attn_probs, "return_lse": return_lse}
             hints = {"deterministic": deterministic, "num_splits": num_splits, "pack_gqa": pack_gqa}
-            lengths = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
             used = {"seqused_q": seqused_q, "seqused_k": seqused_k}
             starts = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
             options = {**scores, **learned, **returned, **hints, "window_size": window_size}
@@ -305,7 +299,7 @@ def _attend(
             page_table=block_table,
             seqused_k=used,
             cu_seqlens_q=extras.cu_seqlens_q,
-            max_seqlen_q=longest_of(max_seqlen_q) or None,
+            max_seqlen_q=max_seqlen_q if type(max_seqlen_q) is int else None,
             k_descale=scales.k,
             v_descale=scales.v,
             mask_mod=chunk_of_cache(chunk) if chunk else None,
@@ -381,8 +375,7 @@ def _returned(out: Tensor, lse: Tensor, return_attn_probs: bool, return_lse: boo
 def check_hints(num_splits: int, pack_gqa: bool | None, sm_margin: int = 0) -> None:
     """Arguments of flash-attn that have no effect here."""
     for name, hint in (("num_splits", num_splits), ("sm_margin", sm_margin)):
-        number = hint if type(hint) is int else as_int(hint)
-        if number is None or number < 0:
-            raise ArgumentError(f"{name}={hint!r}: it must be an int, at least 0")
+        if type(hint) is not int or hint < 0:
+            check_size(name, hint)
     if pack_gqa is not None:
         check_flag("pack_gqa", pack_gqa, remark=" or None")

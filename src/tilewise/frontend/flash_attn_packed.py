@@ -103,7 +103,7 @@ def flash_attn_varlen_qkvpacked_func(
     Args:
         qkv: (total, 3, nheads, headdim).
         cu_seqlens: int32 (batch + 1,), where sequences begin.
-        max_seqlen: upper bound of lengths; optional.
+        max_seqlen: upper bound of lengths, as in `flash_attn_varlen_func`; optional.
         flags: the arguments of `flash_attn_varlen_func` from `dropout_p` on, by place.
         options: the same by name; not `block_table`.
 
@@ -143,8 +143,8 @@ def flash_attn_varlen_kvpacked_func(
         kv: (total_k, 2, nheads_k, headdim).
         cu_seqlens_q: int32 (batch + 1,), where the queries of each sequence begin.
         cu_seqlens_k: int32 (batch + 1,), where its keys begin.
-        max_seqlen_q: upper bound of query lengths; optional.
-        max_seqlen_k: upper bound of key lengths; optional.
+        max_seqlen_q: upper bound of query lengths, as in `flash_attn_varlen_func`; optional.
+        max_seqlen_k: as max_seqlen_q, for keys.
         flags: the arguments of `flash_attn_varlen_func` from `dropout_p` on, by place.
         options: the same by name; not `block_table`.
 

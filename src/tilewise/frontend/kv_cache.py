@@ -126,7 +126,7 @@ def flash_attn_with_kvcache(
         out: written in place and returned.
 
     The other arguments are those of `flash_attn_func`. `max_seqlen_q`, the upper bound of query
-    lengths, lets packed chunks take faster kernels (`tilewise.attention`). `num_splits`,
+    lengths, is as in `tilewise.attention`: it lets packed chunks take faster kernels. `num_splits`,
     `scheduler_metadata`, `pack_gqa` and `sm_margin` have no effect: keys are split as in
     `tilewise.attention` with `split_size=None`.
 
@@ -141,8 +141,10 @@ def flash_attn_with_kvcache(
     if unknown:
         raise unexpected("tilewise.flash_attn_with_kvcache", unknown)
     hints = num_splits, pack_gqa, sm_margin
-    entry = addresses = None
+    entry = addresses = append = keep = None
     longest = 0 if max_seqlen_q is None else step_bound(max_seqlen_q)
+    if max_seqlen_q is not None and getattr(cu_seqlens_q, "is_cpu", False):
+        values.check_longest({"max_seqlen_q": max_seqlen_q}, (cu_seqlens_q,), used=(None,))
     place = block_table if page_table is None else page_table
     table_name = "block_table" if page_table is None else "page_table"
     has_new = not (k is v is rotary_cos is rotary_sin is cu_seqlens_k_new is rotary_seqlens is None)
@@ -166,9 +168,7 @@ def flash_attn_with_kvcache(
             )
         if entry is not None and entry.call is not None:
             names = WORDS_OF[table_name]
-            results = launch_step(
-                entry.call, tensors, addresses=addresses, has_lse=return_softmax_lse, words=names
-            )
+            results = launch_step(entry.call, tensors, addresses, return_softmax_lse, words=names)
             if results is not None:
                 return results if return_softmax_lse else results[0]
     queries: Any = {"q": q, "qv": qv, "cu_seqlens_q": cu_seqlens_q, "out": out}
@@ -231,7 +231,6 @@ def flash_attn_with_kvcache(
     cached = cached._replace(k_descale=k_descale, v_descale=v_descale)
     cached = cached._replace(entry=None if has_new or chunk else entry)
     rows = None if cache_batch_idx is None else place
-    append = keep = None
     mask = chunk_of_cache(chunk) if chunk else None
     if k is not None:
         arguments |= dict(q=q, k=k, v=v, rotary_interleaved=rotary_interleaved, causal=causal)

@@ -163,6 +163,8 @@ def has_operator(function: Function) -> Function:
         plain = {name: x.as_subclass(Tensor) for name, x in values.items() if isinstance(x, Tensor)}
         has_modes = torch._C._len_torch_dispatch_stack() > 0
         modes = _disable_current_modes() if has_modes else contextlib.nullcontext()
+        if longest := values.pop("max_seqlen_q"):
+            values["max_seqlen_q"] = 2 * longest - 1  # of which it is what is known
         is_on = values.pop("is_invariant")  # in a saved program perhaps not as it is here
         is_same = is_on == invariance.is_on
         with modes, contextlib.nullcontext() if is_same else invariance.batch_invariant(is_on):

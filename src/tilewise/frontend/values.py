@@ -5,8 +5,8 @@ They run at every call, and only where values may be read; shapes and dtypes hav
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch._C._functorch import peek_interpreter_stack
@@ -18,11 +18,7 @@ from ..problem import Extras, Scalars
 from ..switches import is_on
 from ..tile.paging import capacity
 
-if TYPE_CHECKING:
-    from ..kernels.common.appended import Append
-
 Tensor = torch.Tensor
-OF_APPEND = Words(k="k_cache")
 
 # Kernels subtract the maximum from scaled scores in one multiply-add, which leaves the rounding of
 # the scaled maximum as an exponent: half of its last bit, 8 at 2^28, where P may leave fp16, and
@@ -154,34 +150,6 @@ def check_reach(
             )
 
 
-def check_places(new: Append) -> None:
-    """Checks that every new key has a slot in the cache, and every position a row in the rotary
-    tables.
-    """
-    slots: Any = new.slots
-    used: Any = new.seqused_k
-    room = new.k_cache.shape[0] * new.k_cache.shape[1]
-    if slots is not None and knows_values(slots) and bool((slots >= room).any()):
-        raise ArgumentError(
-            f"slots has {int(slots.max())} and the cache has {room} rows: a slot must be below "
-            "that, or negative to skip its key"
-        )
-    if used is None or not knows_values(used):
-        return
-    if slots is None:
-        starts: Any = new.cu_seqlens_q
-        fewest = [new.k.shape[1]] * len(used) if starts is None else starts.diff().tolist()
-        written = torch.tensor(fewest, device=used.device).unsqueeze(1)
-        counts: Any = dict(seqused_k=used, words=OF_APPEND, least=fewest, read=written)
-        check_reach(new.k_cache, new.page_table, **counts)
-    longest = max(used.tolist(), default=0)
-    if new.rotary is not None and longest > new.rotary.cos.shape[0]:
-        raise ArgumentError(
-            f"seqused_k has {longest} keys and rotary.cos has {new.rotary.cos.shape[0]} "
-            "positions: pass longer tables"
-        )
-
-
 def check_leftpad(leftpad: Tensor, used: Tensor) -> None:
     """The padding of each sequence leaves no fewer than 0 of its keys."""
     if knows_values(leftpad) and knows_values(used) and leftpad.shape == used.shape:
@@ -190,6 +158,17 @@ def check_leftpad(leftpad: Tensor, used: Tensor) -> None:
                 f"cache_leftpad={leftpad.tolist()}: it must be at least 0 and at most the keys of "
                 f"its sequence, {used.tolist()}"
             )
+
+
+def check_longest(bounds: dict[str, Any], starts: Sequence[Any], used: Sequence[Any]) -> None:
+    """No packed sequence is longer than its bound, where it may be read how long they are."""
+    for (name, bound), ends, rows in zip(bounds.items(), starts, used):
+        counts = ends if rows is None else rows
+        if type(bound) is int and getattr(counts, "ndim", 0) == 1 and counts.dtype is torch.int32:
+            if bound < (longest := longest_known(0, ends, rows)):
+                raise ArgumentError(
+                    f"{name}={bound}: a packed sequence has {longest} rows, so pass at least that"
+                )
 
 
 def longest_known(seqlen: int, starts: Tensor | None, used: Tensor | None) -> int:

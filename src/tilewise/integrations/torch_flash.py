@@ -22,8 +22,8 @@ import torch
 from ..errors import ArgumentError, Words, warn_slow
 from ..frontend.attention import attention
 from ..frontend.call import check
-from ..frontend.scalars import Numbers, longest_of
-from ..frontend.values import check_values
+from ..frontend.scalars import Numbers
+from ..frontend.values import check_longest, check_values
 from ..ops import attention as ops
 from ..problem import INPUTS, LONG_SEQLEN, OPEN, Call, Extras, Saved
 
@@ -83,7 +83,7 @@ def _attend_pages(arguments: FlashArguments) -> tuple[Tensor, Tensor]:
             page_table=arguments.block_table,
             seqused_k=arguments.seqused_k,
             cu_seqlens_q=arguments.cum_seq_q,
-            max_seqlen_q=longest_of(arguments.max_q) or None,
+            max_seqlen_q=arguments.max_q if type(arguments.max_q) is int else None,
             alibi_slopes=arguments.alibi_slopes,
             causal=arguments.is_causal,
             scale=arguments.scale,
@@ -162,6 +162,8 @@ def _checked(arguments: FlashArguments, q: Tensor, k: Tensor, v: Tensor, extras:
             words=WORDS,
         )
     check_values(q, k, extras=extras, words=WORDS)
+    starts, used = (extras.cu_seqlens_q, extras.cu_seqlens_k), (None, arguments.seqused_k)
+    check_longest({"max_q": arguments.max_q, "max_k": arguments.max_k}, starts, used)
     return call
 
 
