@@ -110,6 +110,9 @@ def clamp(x: Any, min: Any, max: Any, propagate_nan: Any = None) -> Any:
     return minimum(maximum(x, min), max)
 
 
+_ROUNDED_ONCE = torch.exp, torch.exp2, torch.log, torch.log2
+
+
 def elementwise(function: Callable[..., torch.Tensor]) -> Callable[..., Value]:
     """A function of floats, from torch's. Triton has them for float32 and float64."""
 
@@ -117,8 +120,8 @@ def elementwise(function: Callable[..., torch.Tensor]) -> Callable[..., Value]:
         x = to_value(x)
         if x.dtype not in (tl.float32, tl.float64) and function is not torch.abs:
             raise TypeError(f"{function.__name__} of {x.dtype}: cast to float32 before it")
-        if x.dtype == tl.float32 and function is torch.exp2:
-            # By way of doubles: torch's result for a number depends on its place in the tensor
+        if x.dtype == tl.float32 and function in _ROUNDED_ONCE:
+            # By way of doubles: torch's result for a number depends on its place and on the CPU
             return Value(function(as_tensor(x).double()).float(), x.dtype)
         return Value(function(as_tensor(x)), x.dtype)
 
