@@ -16,6 +16,13 @@ def test_some_lines(kind, most, names):
     run(interrupted, 2, 5, most, kind, names)
 
 
+def test_every_line_before_a_barrier_is_launched():
+    """One launch publishes and meets: where a rank did not launch it, none takes what it left in
+    its memory before for what it has published.
+    """
+    run(interrupted, 2, 5, ALL, "interpreter", ["heads"], "DeviceBarrier._signal")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind, most", [("cpu", ALL), ("interpreter", 150)])
 @pytest.mark.parametrize("name", METHODS)

@@ -24,10 +24,13 @@ ALL = 10**9
 
 
 class Steps:
-    """Counts the lines that a rank runs where others may wait for it, and raises at one of them."""
+    """Counts the lines that a rank runs where others may wait for it, all or those of one function,
+    and raises at one of them.
+    """
 
-    def __init__(self, last=ALL, error=None):
+    def __init__(self, last=ALL, error=None, function=""):
         self.last, self.error, self.count, self.depth = last, error, 0, 0
+        self.function = function
 
     def __enter__(self):
         sys.settrace(self.enter)
@@ -42,7 +45,7 @@ class Steps:
             self.depth += 1
         elif code is Reporting.__exit__.__code__:
             self.depth -= 1
-        elif code.co_filename.startswith(ROOT):
+        elif code.co_filename.startswith(ROOT) and code.co_qualname.endswith(self.function):
             return self.line
         return None
 
@@ -104,9 +107,10 @@ METHODS = {
 }
 
 
-def interrupted(rank, seed, most, kind, names):
-    """At most so many steps of each method, on a rank that is drawn. `kind` is a device, or
-    "interpreter": the arena of GPUs on a CPU. On GPUs autograd's thread is not traced.
+def interrupted(rank, seed, most, kind, names, function=""):
+    """At most so many steps of each method, of all functions or one, on a rank drawn. `kind`
+    is a device, or "interpreter": the arena of GPUs on a CPU. On GPUs autograd's thread is not
+    traced.
     """
     if kind == "interpreter":
         device_arena()
@@ -114,24 +118,24 @@ def interrupted(rank, seed, most, kind, names):
     for name in names:
         calls = Calls(kind, **METHODS[name])
         for _ in range(3):  # the last one is known
-            with Steps() as steps:
+            with Steps(function=function) as steps:
                 assert calls(1)
         ranks = dist.get_world_size()
         counts = [None] * ranks
         dist.all_gather_object(counts, steps.count)
         numbers = range(1, 2 * max(counts))  # after an error memory is made again: more steps
-        count = sum(
-            interrupted_at(number, draw.randrange(ranks) == rank, draw.choice(ERRORS), calls, kind)
-            for number in sorted(draw.sample(numbers, min(most, len(numbers))))
-        )
+        count = 0
+        for number in sorted(draw.sample(numbers, min(most, len(numbers)))):
+            is_victim, error = draw.randrange(ranks) == rank, draw.choice(ERRORS)
+            count += interrupted_at(number, is_victim, error, calls, kind=kind, function=function)
         assert count or rank or most < 10
 
 
-def interrupted_at(number, is_victim, error, calls, kind):
+def interrupted_at(number, is_victim, error, calls, *, kind, function):
     """How often this rank was told of it."""
     count = 0
     if is_victim:
-        with contextlib.suppress(error), Steps(number, error):
+        with contextlib.suppress(error), Steps(number, error, function):
             calls(number)
         assert calls(number + 1)
         return count

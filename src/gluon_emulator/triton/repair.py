@@ -59,8 +59,7 @@ def repair() -> None:
         elementwise = name.startswith("create_f") and name not in _CASTS
         if elementwise or name.removeprefix("create_") in _FLOAT_OPS:
             setattr(builder, name, _in_float32(getattr(builder, name)))
-    for name in ("create_exp", "create_exp2", "create_log", "create_log2"):
-        setattr(builder, name, _rounded_once(getattr(builder, name)))
+    builder.create_exp2 = _rounded_once(builder.create_exp2)
     # A GPU's max and min drop NaN; so do these from Triton 3.8 on.
     builder.create_maxnumf = _in_float32(lambda self, a, b: self.binary_op(a, b, np.fmax))
     builder.create_minnumf = _in_float32(lambda self, a, b: self.binary_op(a, b, np.fmin))

@@ -100,8 +100,9 @@ class DeviceBarrier:
         """Ends the epoch for ranks that wait on the device, after the host's barrier."""
         if self.epoch != self.host.epoch - 1 or isinstance(error, RankMismatch):
             return
-        if self.last[0] > self.number:  # interrupted: some may have seen this rank come
-            self._signal()
+        if self.last[0] > self.number:  # interrupted: without the launch nothing is published
+            synchronize(self.device)
+            self.number += self.signals.has_come(self.last[0])
         self.number += 1
         self._leave(self.number, f"{type(error).__name__}: {error}")
         self.signals.barrier(self.number, RAISED, 0.0, waits=False)

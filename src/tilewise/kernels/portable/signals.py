@@ -161,13 +161,7 @@ class Signals:
         self._reported = ctypes.c_int64.from_address(self.report.data_ptr())
 
     def barrier(
-        self,
-        number: int,
-        fingerprint: int,
-        seconds: float,
-        *,
-        waits: bool = True,
-        behind: Any = None,
+        self, number: int, fingerprint: int, seconds: float, *, waits=True, behind: Any = None
     ) -> None:
         """Barrier `number`, on the current stream; without `waits` it is only said that this rank
         has come. A launch that it is `behind` makes it.
@@ -181,6 +175,10 @@ class Signals:
             barriers(self.device, 1, WAITS=waits, **options).run(meeting)
         else:
             behind(meeting=meeting, **options)
+
+    def has_come(self, number: int) -> bool:
+        """Whether this rank's last barrier has that number; nothing may be running."""
+        return int(self.kept[self.rank][number % 2 * LANES + self.rank]) >> 32 == number
 
     @property
     def has_failed(self) -> bool:
