@@ -83,7 +83,6 @@ def launch_of(
 # headdim that is a multiple of 16. Rows of others come through registers, and so do tiles that are
 # dequantised: 52 bytes the most, packed sequences of headdim 72 on sm_80.
 SPILLS = 64
-OWED = {("sm120", 128, "packed"): 4}  # before the loops
 
 
 def check(target, headdim, variant):
@@ -92,8 +91,7 @@ def check(target, headdim, variant):
     assert numbers["smem"] <= SMEM_LIMIT[target], numbers
     spilled = numbers["vgpr_spill_count" if target.startswith("gfx") else "spill_stores"]
     is_easy = fp8_launch.has_product(target) and headdim % 16 == 0
-    most = OWED.get((target, headdim, variant), 0 if is_easy else SPILLS)
-    assert spilled <= most, numbers
+    assert spilled <= (0 if is_easy else SPILLS), numbers
     assert not numbers.get("wgmma_serialized"), numbers
     assembly = found.asm["amdgcn" if target.startswith("gfx") else "ptx"]
     assert re.search(PRODUCTS[target], assembly), re.findall(r"\S*mma\S*", assembly)[:3]
