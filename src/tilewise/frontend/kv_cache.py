@@ -167,8 +167,8 @@ def flash_attn_with_kvcache(
                 tensors, plain=plain, window=window_size, checks_values=not has_new
             )
         if entry is not None and entry.call is not None:
-            names = WORDS_OF[table_name]
-            results = launch_step(entry.call, tensors, addresses, return_softmax_lse, words=names)
+            step, has_lse, names = entry.call, return_softmax_lse, WORDS_OF[table_name]
+            results = launch_step(step, tensors, addresses=addresses, has_lse=has_lse, words=names)
             if results is not None:
                 return results if return_softmax_lse else results[0]
     queries: Any = {"q": q, "qv": qv, "cu_seqlens_q": cu_seqlens_q, "out": out}
