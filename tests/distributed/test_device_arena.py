@@ -172,15 +172,38 @@ def on_gpu(monkeypatch):
     return arena
 
 
+def arena_that_asks(answers=None, device=CPU):
+    """Makes an arena whose ranks give these answers, or which is alone."""
+    host = SimpleNamespace(wait=lambda signature, mine: answers or [mine])
+    barrier = SimpleNamespace(
+        rank=0,
+        ranks=len(answers or [0]),
+        members=(0,),
+        signals=SimpleNamespace(words=torch.zeros(4, dtype=torch.int32)),
+        nanoseconds=1,
+        host=host,
+    )
+    return DeviceArena(barrier, None, device)
+
+
 def test_pieces_are_counted_on_all_ranks_or_none():
-    """Ranks that count them publish in another order than ranks that do not."""
-    signals = SimpleNamespace(words=torch.zeros(4, dtype=torch.int32))
-    for said, expected in ((["1", "1"], True), (["1", "0"], False)):
-        host = SimpleNamespace(wait=lambda signature, note, said=said: said)
-        barrier = SimpleNamespace(
-            rank=0, ranks=2, members=(0, 1), signals=signals, nanoseconds=1, host=host
-        )
-        assert DeviceArena(barrier, None, CPU).counts_pieces == expected
+    """Ranks that count them publish in another order than ranks that do not. Ranks of one GPU would
+    copy by kernels, which wait for the SMs that attention holds.
+    """
+    for answers, expected in ((["a", "b"], True), (["a", ""], False), (["a", "a"], False)):
+        assert arena_that_asks(answers).counts_pieces == expected
+
+
+def test_pieces_are_counted_only_where_the_driver_copies(monkeypatch):
+    """Copies of rows by torch are kernels, too."""
+    properties = SimpleNamespace(uuid="GPU-1")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *given, **named: None)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: None)
+    for driver in (SimpleNamespace(), None):
+        monkeypatch.setattr(f"{DeviceArena.__module__}.driver_of", lambda words, x=driver: x)
+        arena = arena_that_asks(device=torch.device("cuda", 0))
+        assert arena.counts_pieces == (driver is not None)
 
 
 def test_a_text_that_is_on_its_way_to_the_store_is_waited_for():

@@ -95,7 +95,7 @@ def test_both_are_seen_to_work(driver):
     words, given = torch.zeros(4, dtype=torch.int32), driver(Driver())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert stream_memory.writer_of(words) and stream_memory.copier_of(words)
+        assert stream_memory.driver_of(words)
     assert (words == 0).all()
     assert [x[0] for x in given.cuStreamWriteValue32_v2.calls] == [5, 5]
     assert [x[3] for x in given.cuMemcpyDtoDAsync_v2.calls] == [5, 5]
@@ -105,10 +105,8 @@ def test_both_are_seen_to_work(driver):
 def test_what_the_driver_lacks_is_done_in_another_way(driver, found):
     words = torch.zeros(4, dtype=torch.int32)
     driver(found)
-    with pytest.warns(UserWarning, match="begins when all keys have arrived"):
-        assert stream_memory.writer_of(words) is None
-    with pytest.warns(UserWarning, match="torch copies what is pulled"):
-        assert stream_memory.copier_of(words) is None
+    with pytest.warns(UserWarning, match="torch copies .*begins when all keys have arrived"):
+        assert stream_memory.driver_of(words) is None
 
 
 def test_pieces_are_copied_by_their_addresses(driver, monkeypatch):
@@ -128,9 +126,8 @@ def test_pieces_are_copied_by_their_addresses(driver, monkeypatch):
     arena.blocks, arena.starts = blocks, [x.data_ptr() for x in blocks]
     arena.half, arena.parts, arena.room, arena.device = 1, 1, 128, CPU
     arena.pulled, arena.views = 0, {}
-    arena.side, arena.dma = SimpleNamespace(cuda_stream=9), stream_memory._copier()
-    arena.last = None
-    arena.write = stream_memory._writer()
+    arena.side, arena.last = SimpleNamespace(cuda_stream=9), None
+    arena.driver = stream_memory.Driver()
     arena.words, arena.has_streams = torch.zeros(4, dtype=torch.int32), True
     arena.arrived = arena.words.data_ptr() + 4 * ARRIVED
     order = []
@@ -153,6 +150,6 @@ def test_pieces_are_copied_by_their_addresses(driver, monkeypatch):
         assert torch.equal(found, blocks[rank][128 + start : 128 + start + nbytes])
     by_torch, counted = [torch.zeros_like(x) for x in targets], []
     arena.count, arena.copying = counted.append, contextlib.nullcontext
-    arena.dma = None
+    arena.driver = None
     arena.pull(lists[:1], by_torch)
     assert all(torch.equal(x, y) for x, y in zip(targets, by_torch)) and counted == [2, 5]

@@ -152,11 +152,14 @@ def arena_without_gpu(monkeypatch, nodes=False):
     arena = DeviceArena(barrier, Blocks(), CPU)
     arena.has_streams, arena.side = True, SimpleNamespace(cuda_stream=9, **words)
     arena.ready, arena.events = Event(), [Event() for _ in range(EVENTS)]
-    arena.write = lambda *given: counts.update(["write"])
-    arena.dma = lambda *given, **rows: counts.update(["copy"])
+    arena.driver = SimpleNamespace(
+        write=lambda *given: counts.update(["write"]),
+        copy=lambda *given, **rows: counts.update(["copy"]),
+    )
+    arena.counts_pieces = not nodes
     if nodes:
         arena.links = Links(barrier.host, Nodes(((0,), (1,)), 0), group=Nccl(), device=CPU)
-        arena.nodes, arena.counts_pieces, arena.links.own = arena.links.nodes, False, True
+        arena.nodes, arena.links.own = arena.links.nodes, True
         arena.parts = 2
         monkeypatch.setattr(arena.links, "open", lambda: None)
     counts.clear()

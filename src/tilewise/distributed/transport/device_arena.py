@@ -22,7 +22,7 @@ from .device_barrier import DeviceBarrier
 from .halves import Arena, Tensors
 from .links import Links
 from .memory import Memory, synchronize
-from .stream_memory import Beside, copier_of, writer_of
+from .stream_memory import Beside, driver_of
 
 Tensor = torch.Tensor
 SLICE_BYTES = 1 << 27  # with less memory, short calls take more slices, each with launches
@@ -62,20 +62,26 @@ class DeviceArena(Arena):
             links.words = self.words
         self.arrived = self.words.data_ptr() + self.words.itemsize * ARRIVED
         self.part_sums = PartSums()
-        self.write: Any = None
-        self.dma: Any = None  # the driver's copies, without torch's own work for each
+        self.driver: Any = None  # its copies cost the host less than torch's
         self.starts: list[int] = []  # addresses of the ranks' blocks
         if self.has_streams:
             self.side = torch.cuda.Stream(device, priority=-1)
             self.ready = torch.cuda.Event()
             self.events = [torch.cuda.Event() for _ in range(EVENTS)]
-            self.write = writer_of(self.words)
-            self.dma = copier_of(self.words)
-        # What comes from other nodes needs an SM to be copied, and a kernel that waits has all
-        counts = links is None and (self.write is not None or not self.has_streams)
+            self.driver = driver_of(self.words)
         # All ranks or none: those that count pieces publish keys in another order
-        answers = self.host.wait("whether pieces are counted", str(int(counts)))
-        self.counts_pieces = all(map(int, answers))
+        answers = self.host.wait("whether pieces are counted", self._gpu_that_counts())
+        self.counts_pieces = all(answers) and len({*answers}) == len(answers)
+
+    def _gpu_that_counts(self) -> str:
+        """Names this rank's GPU if a kernel on it can wait for pieces. Such a kernel has all SMs,
+        and copies need one that are made by torch, within a GPU or from other nodes.
+        """
+        if not self.has_streams:
+            return "" if self.links else str(self.rank)
+        if self.links or self.driver is None:
+            return ""
+        return str(torch.cuda.get_device_properties(self.device).uuid)
 
     def publish(self, nbytes: int, signature: str) -> Tensor:
         self.barrier.check()
@@ -131,12 +137,13 @@ class DeviceArena(Arena):
         add_runs(parts, places=places, targets=targets, totals=totals)
 
     def _copy_piece(self, piece: Piece, target: Tensor) -> None:
-        if self.dma is None or not self.has_streams:
+        if self.driver is None:
             super()._copy_piece(piece, target)
             return
         source = self.starts[piece.rank] + self.begin_of_half() + piece.start
         to, rows, stream = target.data_ptr() + piece.offset, piece.rows, self.side.cuda_stream
-        self.dma(stream, to, source, piece.nbytes, rows=rows, pitch=piece.pitch, step=piece.step)
+        apart: Any = dict(pitch=piece.pitch, step=piece.step)
+        self.driver.copy(stream, to, source, piece.nbytes, rows=rows, **apart)
         self.pulled += rows * piece.nbytes
 
     def copying(self) -> contextlib.AbstractContextManager[None]:
@@ -169,7 +176,7 @@ class DeviceArena(Arena):
     def count(self, arrived: int) -> None:
         """Says how many pieces have arrived with the copies so far; barriers set that to 0."""
         if self.has_streams:
-            self.write(self.side.cuda_stream, self.arrived, arrived)
+            self.driver.write(self.side.cuda_stream, self.arrived, arrived)
         else:
             self.words[ARRIVED] = arrived
 

@@ -20,8 +20,6 @@ from ...errors import warn_slow
 from ...kernels.common.building import on_device
 
 Tensor = torch.Tensor
-Writer = Callable[[int, int, int], None]  # a stream, an address, a number of 32 bits
-Copier = Callable[..., None]  # a stream, to and from where, bytes of a row; rows, `pitch`, `step`
 WRITE = "cuStreamWriteValue32_v2", (ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)
 COPY = "cuMemcpyDtoDAsync_v2", (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t)
 COPY_ROWS = "cuMemcpy2DAsync_v2", (ctypes.c_void_p,)
@@ -51,56 +49,43 @@ class Beside:
         self.guard.__exit__(kind, error, trace)
 
 
-def writer_of(words: Tensor) -> Writer | None:
-    """Returns a checked writer on the device of `words`, int32; else None, with a warning."""
+class Driver:
+    """Calls of the driver, whose first argument is a stream. OSError or AttributeError where it has
+    none.
+    """
 
-    def check(write: Writer, stream: int, number: int) -> Tensor:
-        write(stream, words.data_ptr(), number)
-        return words[0]
-
-    remedy = "attention begins when all keys have arrived"
-    return _checked(_writer, check, device=words.device, otherwise=remedy)
-
-
-def copier_of(words: Tensor) -> Copier | None:
-    """Returns a checked copier on the device of `words`; else None, with a warning."""
-
-    def check(copy: Copier, stream: int, number: int) -> Tensor:
-        words[0], begin, size = number, words.data_ptr(), words.itemsize
-        copy(stream, begin + size, begin, size, rows=1, pitch=0, step=0)
-        copy(stream, begin + 2 * size, begin, size, rows=2, pitch=size, step=size)
-        return words[3]
-
-    remedy = "torch copies what is pulled, which costs the host more"
-    return _checked(_copier, check, device=words.device, otherwise=remedy)
+    def __init__(self) -> None:
+        self.write = _writer()  # to an address, a number of 32 bits
+        self.copy = _copier()  # to and from addresses, bytes of a row; `rows`, `pitch`, `step`
 
 
-def _checked(
-    load: Callable[[], Any],
-    check: Callable[[Any, int, int], Tensor],
-    *,
-    device: torch.device,
-    otherwise: str,
-) -> Any:
-    """Loads a call of the driver, and checks what it writes; None, with a warning, if it fails."""
+def driver_of(words: Tensor) -> Driver | None:
+    """Returns calls that work on the device of `words`, int32; else None, with a warning."""
+    begin, size = words.data_ptr(), words.itemsize
     try:
-        call = load()
-        with on_device(device):
-            stream = torch.cuda.current_stream(device)
+        driver = Driver()
+        with on_device(words.device):
+            stream = torch.cuda.current_stream(words.device)
+            raw = stream.cuda_stream
             for number in (7, 0):
-                value = check(call, stream.cuda_stream, number)
+                driver.write(raw, begin, number)
+                driver.copy(raw, begin + size, begin, size, rows=1, pitch=0, step=0)
+                driver.copy(raw, begin + 2 * size, begin, size, rows=2, pitch=size, step=size)
                 stream.synchronize()
-                if int(value) != number:
+                if words[:4].tolist() != [number] * 4:
                     raise RuntimeError("it has no effect")
-        return call
+        return driver
     except (OSError, AttributeError, RuntimeError) as error:
-        warn_slow(f"tilewise.distributed: a call of the driver fails ({error}): {otherwise}")
+        warn_slow(
+            f"tilewise.distributed: a call of the driver fails ({error}): torch copies what is "
+            "pulled, which costs the host more, and attention begins when all keys have arrived"
+        )
         return None
 
 
 @functools.cache
-def _writer() -> Writer:
-    """Loads cuStreamWriteValue32; OSError or AttributeError where the driver has none."""
+def _writer() -> Callable[[int, int, int], None]:
+    """Loads cuStreamWriteValue32."""
     call = _driver(WRITE[0], (ctypes.c_void_p, *WRITE[1]))
 
     def write(stream: int, address: int, number: int) -> None:
@@ -111,7 +96,7 @@ def _writer() -> Writer:
 
 
 @functools.cache
-def _copier() -> Copier:
+def _copier() -> Callable[..., None]:
     """Loads cuMemcpyDtoDAsync, and the same of several rows."""
     call, of_rows = (_driver(name, (*x, ctypes.c_void_p)) for name, x in (COPY, COPY_ROWS))
 
