@@ -262,3 +262,53 @@ def test_the_bound_reaches_the_kernels(bound, is_long, is_dispatched, monkeypatc
     with FlopCounterMode(display=False) if is_dispatched else contextlib.nullcontext():
         tilewise.attention(x, x, x, **asked).sum().backward()
     assert seen == [is_long, is_long]
+
+
+OVER_PAGES = {
+    "plain": {},
+    "causal": dict(causal=True),
+    "window": dict(causal=True, window_size=(9, 0)),
+    "cap and slopes": dict(softcap=5.0, alibi_slopes=torch.rand(4)),
+    "sinks": dict(learnable_sink=torch.randn(4), softmax_scale=0.3),
+    "chunks": dict(causal=True, attention_chunk=7),
+    "bounds": dict(max_seqlen_q=33, max_seqlen_k=40),
+}
+
+
+@pytest.mark.parametrize("name", OVER_PAGES)
+def test_used_keys_say_how_long_sequences_in_pages_are(name):
+    """`cu_seqlens_k` is None, left out, or says the same; one graph is as good."""
+    pages = torch.randn(2, 8, 20, 2, 16)
+    used, table = int32(33, 20, 40, 27), PAGES["block_table"]
+    options = dict(OVER_PAGES[name], block_table=table, return_lse=True)
+    call = functools.partial(tilewise.flash_attn_varlen_func, Q, *pages, STARTS, **options)
+    starts_k = torch.cat((int32(0), used.cumsum(0))).to(INT32)
+    expected = call(starts_k)
+    keys = pages[:, table.long()].flatten(2, 3)
+    keys = torch.cat([keys[:, b, :n] for b, n in enumerate(used.tolist())], 1)
+    options = {x: y for x, y in options.items() if x != "block_table"}
+    packed = tilewise.flash_attn_varlen_func(Q, *keys, STARTS, starts_k, **options)
+    torch.testing.assert_close(expected, packed, atol=1e-5, rtol=1e-5)
+    compiled = torch.compile(call, fullgraph=True, backend="eager")
+    lengths = dict(seqused_k=used), dict(cu_seqlens_k=None, seqused_k=used)
+    for function, given in [*((call, x) for x in lengths), (compiled, lengths[0])]:
+        for found, mine in zip(function(**given), expected):
+            assert torch.equal(found, mine)
+
+
+def test_keys_in_pages_are_those_of_plain_torch():
+    q, pages = torch.randn(9, 4, 16), torch.randn(2, 8, 20, 2, 16)
+    starts, used, table = int32(0, 4, 9), int32(33, 7), int32(5, 0, 3, 6).view(2, 2)
+    out = tilewise.flash_attn_varlen_func(q, *pages, starts, block_table=table, seqused_k=used)
+    for b, n in enumerate(used.tolist()):
+        rows = slice(starts[b], starts[b + 1])
+        k, v = pages[:, table[b].long()].flatten(1, 2)[:, :n].repeat_interleave(2, 2)
+        p = torch.einsum("qhd,khd->hqk", q[rows] * 0.25, k).softmax(-1)
+        torch.testing.assert_close(out[rows], torch.einsum("hqk,khd->qhd", p, v))
+
+
+@pytest.mark.parametrize("lengths", [{}, dict(seqused_k=STARTS.diff()), PAGES], ids=str)
+def test_keys_of_unknown_lengths_are_refused(lengths):
+    """Pages without lengths, too, where unused entries may be anything."""
+    with pytest.raises(tilewise.ArgumentError, match="block_table and seqused_k"):
+        tilewise.flash_attn_varlen_func(Q, K, K, STARTS, **lengths)

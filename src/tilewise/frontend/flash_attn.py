@@ -147,7 +147,7 @@ def flash_attn_varlen_func(
     k: Tensor | None,
     v: Tensor | None,
     cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     dropout_p: float = 0.0,
@@ -190,12 +190,12 @@ def flash_attn_varlen_func(
         v: shaped as k, with its own headdim_v.
         cu_seqlens_q: int32 (batch + 1,), where sequences begin, on the device of q; never copied to
             the host.
-        cu_seqlens_k: as cu_seqlens_q, for keys; None with `block_table`.
+        cu_seqlens_k: as cu_seqlens_q, for keys; None with `block_table` and `seqused_k`.
         max_seqlen_q: as in `tilewise.attention`, optional here, too.
         max_seqlen_k: upper bound of key lengths, refused where one on a CPU is longer; optional.
         block_table: int32 (batch, pages), the pages of each sequence; without gradients.
         seqused_q: int32 (batch,), valid queries of each sequence.
-        seqused_k: int32 (batch,), valid keys of each sequence.
+        seqused_k: int32 (batch,), valid keys of each sequence, in pages counted from the first.
 
     The other arguments are those of `flash_attn_func`.
 
@@ -208,8 +208,11 @@ def flash_attn_varlen_func(
     """
     if unknown:
         raise unexpected("tilewise.flash_attn_varlen_func", unknown)
-    if cu_seqlens_q is None or cu_seqlens_k is None:
-        raise ArgumentError("cu_seqlens_q and cu_seqlens_k say where sequences begin: pass both")
+    if cu_seqlens_q is None or (cu_seqlens_k is None and (block_table is None or seqused_k is None)):
+        raise ArgumentError(
+            "cu_seqlens_q and cu_seqlens_k say where sequences begin: pass both, or block_table "
+            "and seqused_k in place of cu_seqlens_k"
+        )
     lengths: Any = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
     if getattr(cu_seqlens_q, "is_cpu", False):
         check_longest(lengths, (cu_seqlens_q, cu_seqlens_k), used=(seqused_q, seqused_k))
