@@ -208,7 +208,8 @@ def flash_attn_varlen_func(
     """
     if unknown:
         raise unexpected("tilewise.flash_attn_varlen_func", unknown)
-    if cu_seqlens_q is None or (cu_seqlens_k is None and (block_table is None or seqused_k is None)):
+    has_keys = cu_seqlens_k is not None or not (block_table is None or seqused_k is None)
+    if cu_seqlens_q is None or not has_keys:
         raise ArgumentError(
             "cu_seqlens_q and cu_seqlens_k say where sequences begin: pass both, or block_table "
             "and seqused_k in place of cu_seqlens_k"
