@@ -264,11 +264,9 @@ def attention(
     if is_fp8 or isinstance(q, Quantized) or k is None or v is None:
         refuse("fp8", **optional, dropout_p=dropout_p or None)
         scales = GivenScales(q_descale, k_descale, v_descale)
-        inputs = paths.eight_bit_inputs(q, k, v=v, scales=scales)
         options: Any = dict(layout=layout, out_dtype=out_dtype, backward=backward, backend=backend)
-        options |= dict(max_seqlen_q=max_seqlen_q, is_raw=not isinstance(q, Quantized))
-        options |= dict(extras=extras, numbers=numbers, wants_lse=return_lse)
-        outputs = paths.attend_fp8(inputs, **options)
+        options |= dict(extras=extras, numbers=numbers, max_seqlen_q=max_seqlen_q)
+        outputs = paths.attend_fp8((q, k, v), scales, wants_lse=return_lse, **options)
         return outputs if return_lse else outputs[0]
     check_causal(causal)
     check_dropout(dropout_p)

@@ -23,7 +23,7 @@ from .call import call, launch
 from .checks import check_rank, in_order, with_contiguous_rows
 from .chunks import check_chunk, chunk_of_batch, chunk_of_cache, chunk_of_packed, within_chunk
 from .compiled import fits_node, has_node
-from .paths import eight_bit_inputs, has_fp8
+from .paths import ONE_BYTE
 from .scalars import Numbers, Window, as_bound, check_bounds, check_flag, check_size, is_long
 from .values import check_longest
 
@@ -271,18 +271,18 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """`out` and `lse` of a call whose signature is new."""
     q, k, v = inputs
-    is_fp8 = not (scales.q is out_dtype is None) or k is None or v is None or has_fp8(q)
+    is_fp8 = isinstance(q, Quantized) or getattr(q, "dtype", None) in ONE_BYTE
+    is_fp8 = is_fp8 or not (scales.q is out_dtype is None) or k is None or v is None
     has_scales = not (scales.k is scales.v is None)
     if is_fp8 or (has_scales and block_table is None):  # pages have scales over 16-bit q, too
         if block_table is not None:
             refuse("fp8", block_table=block_table)
-        quantized = eight_bit_inputs(q, k, v=v, scales=scales)
         check_flag("deterministic", deterministic)
         dropout_p = numbers.dropout_p or None
         refuse("fp8", dropout_p=dropout_p, attention_chunk=attention_chunk or None)
         return fp8.attend(
-            quantized,
-            is_raw=not isinstance(q, Quantized),
+            inputs,
+            scales,
             extras=extras,
             numbers=numbers,
             max_seqlen_q=max_seqlen_q,

@@ -10,14 +10,21 @@ from .. import dispatch
 from ..errors import OURS, ArgumentError, Words
 from ..features import FEATURES, refuse_gradients
 from ..kernels.common.kept import ones
-from ..kernels.common.quantized import FP8, Quantized, Scales, columns_of, packed_columns
+from ..kernels.common.quantized import (
+    FP8,
+    GivenScales,
+    Quantized,
+    Scales,
+    columns_of,
+    packed_columns,
+)
 from ..ops import fp8 as ops
 from ..ops.attention import needs_dispatcher
 from ..ops.calls import find
 from ..problem import Call, Extras, Scalars
 from ..tile.quantize import is_one_byte
 from .checks import check_descale, check_device, check_extras, check_tensor, check_tensors, in_order
-from .paths import DESCALES
+from .paths import DESCALES, check_alone
 from .scalars import (
     PACKED,
     Numbers,
@@ -35,9 +42,9 @@ OUT_DTYPES = torch.bfloat16, torch.float16, torch.float32
 
 
 def attend(
-    x: Quantized,
+    inputs: tuple[Any, Any, Any],
+    scales: GivenScales,
     *,
-    is_raw: bool,
     extras: Extras,
     numbers: Numbers,
     max_seqlen_q: Any = None,
@@ -48,21 +55,25 @@ def attend(
     words: Words = OURS,
     wants_lse: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """`out` and `lse` in the order of the caller, of what `paths.eight_bit_inputs` returned;
-    `is_raw` says that it has the caller's q, k and v. `lse` is right where it is wanted.
+    """`out` and `lse` in the order of the caller, of q, k and v, or a `Quantized` in place of q.
+    `lse` is right where it is wanted.
     """
-    inputs = x.q, x.k, x.v_t, *x.scales, x.k_mean, x.v_mean, x.v_drift, *(x.source or ())[:3]
+    is_raw, x = not isinstance(inputs[0], Quantized), inputs[0]
+    tensors = *inputs, *scales
+    if not is_raw:
+        check_alone(inputs, scales)
+        tensors = x.q, x.k, x.v_t, *x.scales, x.k_mean, x.v_mean, x.v_drift, *(x.source or ())[:3]
     plain = "fp8", is_raw, *numbers[:-1], layout, backward, backend, str(out_dtype)
     plain = *plain, as_bound(max_seqlen_q)  # all numbers but the window
-    entry, _ = find((*inputs, *extras[:6]), plain=plain, window=numbers.window, checks_values=True)
+    entry, _ = find((*tensors, *extras[:6]), plain=plain, window=numbers.window, checks_values=True)
     checked = None if entry is None else entry.call
     is_packed = extras.cu_seqlens_q is not None or extras.cu_seqlens_k is not None
     if checked is None:
         check_layout(layout)
         if is_raw:
-            check_raw(x, words)
+            check_raw(inputs, scales, words=words)
     if is_raw:
-        x = _of_raw(x, extras, layout=layout, is_packed=is_packed)
+        x = _of_raw(inputs, scales, extras.cu_seqlens_q, layout=layout, is_packed=is_packed)
     else:
         x = _as_batch(x, is_packed, layout=layout)
     names = ("q_descale", "k_descale") if is_raw else ("scales.q", "scales.k")
@@ -91,16 +102,19 @@ def attend(
     return out.transpose(1, 2) if layout == "bhsd" else out, lse
 
 
-def _of_raw(x: Quantized, extras: Extras, layout: str, is_packed: bool) -> Quantized:
+def _of_raw(
+    inputs: tuple[Any, Any, Any], scales: GivenScales, starts: Tensor | None, **order: Any
+) -> Quantized:
     """q, k and v in order, with scales as kernels take them; `v_t` is v."""
-    q, k, v = in_order(x.q, x.k, x.v_t, layout, is_packed)
-    sequences = q.shape[0] if extras.cu_seqlens_q is None else extras.cu_seqlens_q.shape[0] - 1
-    one: Any = ones_of(k, sequences) if any(scale is None for scale in x.scales) else None
-    scales = [
+    q, k, v = inputs
+    q, k, v = in_order(q, k, v=v, **order)
+    sequences = q.shape[0] if starts is None else starts.shape[0] - 1
+    one: Any = ones_of(k, sequences) if any(scale is None for scale in scales) else None
+    of_q, of_k, of_v = (
         one if scale is None else expanded_scale(name, scale, k=k, sequences=sequences)
-        for name, scale in zip(DESCALES, x.scales)
-    ]
-    return Quantized(q, k, v_t=v, scales=Scales._make(scales))
+        for name, scale in zip(DESCALES, scales)
+    )
+    return Quantized(q, k, v_t=v, scales=Scales(of_q, of_k, of_v))
 
 
 def expanded_scale(name: str, x: Tensor, k: Tensor, sequences: int) -> Tensor:
@@ -164,9 +178,10 @@ def check(
     return checked
 
 
-def check_raw(x: Quantized, words: Words) -> None:
+def check_raw(inputs: tuple[Any, Any, Any], scales: GivenScales, words: Words) -> None:
     """q, k and v of the caller are all of e4m3."""
-    named: list[tuple[str, Any]] = list(zip(words[:3], x[:3]))
+    named: list[tuple[str, Any]] = list(zip(words[:3], inputs))
+    q = inputs[0]
     for name, t in named:
         if t is None:
             raise ArgumentError(
@@ -176,7 +191,7 @@ def check_raw(x: Quantized, words: Words) -> None:
         check_tensor(name, t)
     if not any(is_one_byte(t) for _, t in named):
         raise ArgumentError(
-            f"{words.q}.dtype is {x.q.dtype}: q_descale, k_descale, v_descale, out_dtype and "
+            f"{words.q}.dtype is {q.dtype}: q_descale, k_descale, v_descale, out_dtype and "
             "backward need q, k and v of torch.float8_e4m3fn or a tilewise.Quantized: leave them "
             "out, or quantise with tilewise.quantize"
         )
@@ -189,11 +204,11 @@ def check_raw(x: Quantized, words: Words) -> None:
     for name, t in named:
         if t.dtype != FP8:
             raise ArgumentError(
-                f"{name}.dtype is {t.dtype} and {words.q}.dtype is {x.q.dtype}: FP8 products need "
+                f"{name}.dtype is {t.dtype} and {words.q}.dtype is {q.dtype}: FP8 products need "
                 "q, k and v of torch.float8_e4m3fn; quantise all three (tilewise.quantize), or "
                 f"leave {words.q} in bfloat16 with k and v as an 8-bit cache"
             )
-    refuse_gradients("fp8", [*named, *zip(DESCALES, x.scales)])
+    refuse_gradients("fp8", [*named, *zip(DESCALES, scales)])
 
 
 def check_quantized(x: Quantized, sequences: int) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import ArgumentError
-from ..kernels.common.quantized import Quantized
+from ..kernels.common.quantized import GivenScales
 from ..mods.flat import FlatMods
 
 if TYPE_CHECKING:
@@ -27,16 +27,9 @@ ONE_BYTE = frozenset(
 )
 
 
-def has_fp8(q: Any) -> bool:
-    """Whether a call is one with FP8 products, by its q."""
-    return isinstance(q, Quantized) or getattr(q, "dtype", None) in ONE_BYTE
-
-
-def eight_bit_inputs(q: Any, k: Any, v: Any, scales: Any) -> Quantized:
-    """What a call with FP8 products reads: a `Quantized`, or one of the caller's q, k and v."""
-    if not isinstance(q, Quantized):
-        return Quantized(q, k, v_t=v, scales=scales)
-    if not (k is v is None):
+def check_alone(inputs: tuple[Any, Any, Any], scales: GivenScales) -> None:
+    """Nothing is passed with a `Quantized` that it holds itself."""
+    if not (inputs[1] is inputs[2] is None):
         raise ArgumentError(
             "k and v with a Quantized, which holds all three: pass it in place of q, and None for "
             "k and v"
@@ -47,7 +40,6 @@ def eight_bit_inputs(q: Any, k: Any, v: Any, scales: Any) -> Quantized:
                 f"{name} with a Quantized, which holds its scales: leave it out, or pass it to "
                 "tilewise.quantize in scales="
             )
-    return q
 
 
 attend_fp8: Callable[..., tuple[Tensor, Tensor]]
