@@ -24,7 +24,7 @@ def problem(dtype=torch.float32):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["q", "k"])
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.filterwarnings("ignore:vmap of attention")
 def test_vmap_is_a_loop(name, dtype):
     q, k, v, options = problem(dtype)
 

@@ -1,5 +1,7 @@
 """functorch and autograd: every transform equals its loop or formula, or is refused by name."""
 
+from functools import partial
+
 import pytest
 import torch
 from helpers.tiers import sample
@@ -11,6 +13,7 @@ import tilewise
 from tilewise.ops import attention as ops
 
 SIZE, BATCH, SEQLEN = 3, 2, 7
+FP8 = torch.float8_e4m3fn
 
 
 def test_a_loop_says_so_once(monkeypatch):
@@ -151,6 +154,62 @@ def test_grad_of_vmap():
     got = grad(lambda *t: vmap(loss)(*t).sum(), (0, 1, 2, 3))(*tensors)
     want = grad(lambda *t: sum(loss(*x) for x in zip(*t)), (0, 1, 2, 3))(*tensors)
     torch.testing.assert_close(got, want)
+
+
+def test_vmap_of_grad_of_what_a_score_function_captured():
+    q, k, v = qkv()
+
+    def temperature(q, t):
+        return tilewise.attention(q, k, v, score_mod=lambda s, b, h, i, j: s * t[h]).square().sum()
+
+    slopes = torch.randn(SIZE, 4)
+    got = vmap(grad(temperature, (0, 1)), (None, 0))(q, slopes)
+    want = looped(grad(temperature, (0, 1)), (None, 0), (q, slopes))
+    torch.testing.assert_close(got, want)
+    temperatures = partial(temperature, q)
+    torch.testing.assert_close(jacrev(temperatures)(slopes[0]), jacobian(temperatures, slopes[0]))
+
+
+NOTHING = {
+    "one launch": lambda q: tilewise.attention(q, q, q),
+    "gradient": grad(lambda q: tilewise.attention(q, q, q).sum()),
+    "captured": grad(
+        lambda q: tilewise.attention(q, q, q, score_mod=lambda s, *_: s * q[0, 0, 0, 0]).sum()
+    ),
+    "bias": lambda q: tilewise.attention(q, q, q, bias=q[:, None, :, :1, 0]),
+    "FP8": lambda q: tilewise.attention(q.to(FP8), q.to(FP8), q.to(FP8)),
+    "cache": lambda q: tilewise.attention(q, q, q, split_size=4),
+}
+
+
+@pytest.mark.parametrize("name", NOTHING)
+def test_vmap_over_no_calls(name):
+    q = torch.randn(0, BATCH, 1 if name == "bias" else SEQLEN, 4, 16)
+    assert vmap(NOTHING[name])(q).shape == q.shape
+
+
+def test_vmap_of_fp8():
+    tensors = qkv(SIZE)
+    packed = [x.flatten(1, 2) for x in tensors]
+    starts = torch.tensor([0, 5, BATCH * SEQLEN], dtype=torch.int32)
+    lengths = dict(cu_seqlens_q=starts, cu_seqlens_k=starts)
+
+    def in_a_record(q, k, v):
+        quantized = tilewise.quantize(q, k, v, **lengths)
+        return tilewise.attention(quantized, causal=True, return_lse=True, **lengths)
+
+    def as_tensors(*eight_bits):
+        return tilewise.attention(*eight_bits, causal=True, return_lse=True)
+
+    eight_bits = [x.to(FP8) for x in tensors]
+    for attend, mapped in (in_a_record, packed), (as_tensors, eight_bits):
+        got, want = vmap(attend)(*mapped), looped(attend, (0, 0, 0), mapped)
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(got, want))
+    refused = pytest.raises(NotImplementedError, match=r"bf16.*torch\.func.*call it eagerly")
+    with refused:
+        grad(lambda q: tilewise.attention(tilewise.quantize(q, q, q), backward="bf16").sum())(
+            tensors[0][0]
+        )
 
 
 COMPILED = {

@@ -10,7 +10,6 @@ Problem's fields as scalars. Selective checkpointing by name looks for `flash_at
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -22,10 +21,8 @@ from .. import dispatch
 from ..emulation import cpu_modes
 from ..kernels.common.alignment import check_elements
 from ..kernels.common.outputs import empty_grads, empty_out
-from ..mods.flat import indices_used
 from ..problem import INPUTS, NO_EXTRAS, OPTIONAL, Between, Call, Extras, Grads, Saved, extras_of
 from . import late
-from . import vmap as batching
 from .autocast import autocast as autocast
 from .calls import UNGUARDED, Entry, eager_apply, entry_of, has_lazy, layout_key, resolved
 from .calls import needs_dispatcher as needs_dispatcher
@@ -46,7 +43,7 @@ def attention(
     `is_dispatched` is what `needs_dispatcher` returned.
     """
     if _is_transformed() and (late.wants_gradient() or not torch.compiler.is_dynamo_compiling()):
-        return apply(_Attention, call, (q, k, v, *extras.tensors))
+        return apply(Attention, call, (q, k, v, *extras.tensors))
     if is_dispatched:
         late.register_late()
         return torch.ops.tilewise.flash_attn_forward(q, k, v, **arguments_of(call, extras))
@@ -209,7 +206,7 @@ class _EagerAttention(torch.autograd.Function):
 _apply_eagerly = eager_apply(_EagerAttention)
 
 
-class _Attention(torch.autograd.Function):
+class Attention(torch.autograd.Function):
     """What functorch transforms and forward-mode AD see."""
 
     @staticmethod
@@ -231,13 +228,6 @@ class _Attention(torch.autograd.Function):
             "attention has no forward-mode derivative: use tilewise.attention_reference, or "
             "reverse mode (torch.func.vjp, jacrev)"
         )
-
-    @staticmethod
-    def vmap(info, in_dims, *args):
-        call, *tensors = args
-        attend = functools.partial(apply, _Attention, call)
-        counts_rows = "b" in indices_used(call.problem.mods)
-        return batching.forward(attend, counts_rows, info.batch_size, in_dims[1:], tuple(tensors))
 
 
 class AttentionBackward(Once):

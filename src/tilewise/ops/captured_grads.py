@@ -19,8 +19,7 @@ from ..mods.derivative import by_loads
 from ..mods.flat import captured_by_score
 from ..problem import Call, Extras, Saved, extras_of
 from . import schema
-from . import vmap as batching
-from .operators import map_in_a_loop, parts_of, problem_from
+from .operators import loop_function, parts_of, problem_from
 from .schema import SAVED_TENSORS
 
 Tensor = torch.Tensor
@@ -39,7 +38,7 @@ def gradients(
     wanted = [i for i in sorted(differentiable) if needs[first + i]]
     if wanted:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            computed = schema.apply(_CapturedGrads, call, (wanted, *saved, *extras.tensors))
+            computed = schema.apply(_CapturedGrads, (call, wanted), (*saved, *extras.tensors))
         else:
             computed = _computed(call, wanted, saved=saved, extras=extras)
         for i, grad in zip(wanted, computed):
@@ -51,12 +50,13 @@ class _CapturedGrads(schema.Once):
     """What functorch transforms see."""
 
     @staticmethod
-    def forward(call, wanted, *tensors):
+    def forward(request, *tensors):
+        call, wanted = request
         saved, extras = Saved._make(tensors[:SAVED_TENSORS]), extras_of(tensors[SAVED_TENSORS:])
         return _computed(call, wanted, saved=saved, extras=extras)
 
 
-map_in_a_loop(_CapturedGrads)
+loop_function(_CapturedGrads)
 
 
 def _computed(call: Call, wanted: list[int], saved: Saved, extras: Extras) -> tuple[Tensor, ...]:
@@ -106,25 +106,11 @@ def _fake(args: tuple):
     return [torch.empty_like(tensors[i]) for i in wanted]
 
 
-def _vmap(info, in_dims, *args):
-    *args, wanted = args
-    tensors, options = schema.flat(tuple(args), SAVED_TENSORS)
-
-    def differentiate(tensors: tuple) -> tuple[Tensor, ...]:
-        saved, extras = tensors[:SAVED_TENSORS], extras_of(tensors[SAVED_TENSORS:])
-        arguments = dict(zip(schema.BACKWARD, (*saved, *extras.arguments, *options)))
-        return tuple(torch.ops.tilewise.flash_attn_captured_grads(**arguments, wanted=wanted))
-
-    dims = schema.flat(tuple(in_dims[:-1]), SAVED_TENSORS)[0]
-    grads, out_dims = batching.one_by_one(differentiate, info.batch_size, dims, tensors)
-    return list(grads), list(out_dims)
-
-
 schema.operator(
     "flash_attn_captured_grads",
     f"({schema.SAVED}, {schema.CALL}, int[] wanted) -> Tensor[]",
     kernel=_kernel,
     fake=_fake,
     backward=schema.no_double_backward,
-    vmap=_vmap,
+    is_looped=True,
 )

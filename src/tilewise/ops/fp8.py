@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._C._functorch import peek_interpreter_stack
 
 from .. import dispatch
 from ..features import OPERATORS, schema_of
@@ -42,10 +43,10 @@ def attention(call: Call, x: Quantized, extras: Extras, wants_lse: bool) -> tupl
     """
     source = x.source
     if call.needs_grad and source is not None:
-        if needs_dispatcher((*source[:3], *extras.tensors)):
+        if needs_dispatcher((*source[:3], *extras.tensors)) or peek_interpreter_stack() is not None:
             raise NotImplementedError(
-                'backward="bf16" under a compiler, a dispatch mode or with a tensor subclass '
-                "is not supported: call it eagerly"
+                'backward="bf16" under a compiler, torch.func, a dispatch mode or with a tensor '
+                "subclass is not supported: call it eagerly"
             )
         tensors = *source[:INPUTS], *extras.optional
         return apply(_StraightThrough, call, (x, extras, *tensors))
@@ -54,7 +55,7 @@ def attention(call: Call, x: Quantized, extras: Extras, wants_lse: bool) -> tupl
 
 def _attend(call: Call, x: Quantized, extras: Extras, wants_lse: bool) -> tuple[Tensor, Tensor]:
     operands = x.q, x.k, x.v_t, *x.scales, x.v_mean, x.v_drift
-    if needs_dispatcher((*operands, *extras.tensors)):
+    if needs_dispatcher((*operands, *extras.tensors)) or peek_interpreter_stack() is not None:
         register_late()
         out, lse = torch.ops.tilewise.flash_attn_fp8_forward(**_arguments(call, operands, extras))
     else:
@@ -188,6 +189,7 @@ operator(
         "attention of 8-bit tensors has no gradient: pass a Quantized of tensors that require one, "
         'and backward="bf16", to tilewise.attention'
     ),
+    is_looped=True,
 )
 
 

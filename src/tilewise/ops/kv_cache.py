@@ -180,6 +180,7 @@ operator(
     kernel=lambda args: _run(_cached(args), None),
     fake=lambda args: empty_outputs(_cached(args)),
     backward=refusing("attention with a cache has no gradient"),
+    is_looped=True,
 )
 operator(
     "flash_attn_cache_out",

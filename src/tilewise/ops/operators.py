@@ -116,17 +116,20 @@ def _op_backward(ctx, dout, dlse):
     return *grads[:captured], list(grads[captured:]) if is_list else None, *after
 
 
-def map_in_a_loop(function: Any) -> None:
-    """Gives a Function of a call and tensors the vmap rule of `one_by_one`."""
-
-    def vmap(info, in_dims, call, *tensors):
-        compute = functools.partial(schema.apply, function, call)
-        return batching.one_by_one(compute, info.batch_size, in_dims[1:], tensors)
-
-    function.vmap = staticmethod(vmap)
+def loop_function(function: Any) -> None:
+    """Has a Function of a call and tensors mapped one by one."""
+    rule = batching.looped(lambda args: schema.apply(function, args[0], args[1:]))
+    function.vmap = staticmethod(rule)
 
 
-map_in_a_loop(ops.AttentionBackward)
+def _attention_vmap(info, in_dims, call, *tensors):
+    attend = functools.partial(schema.apply, ops.Attention, call)
+    counts_rows = "b" in indices_used(call.problem.mods)
+    return batching.forward(attend, counts_rows, info.batch_size, in_dims[1:], tensors)
+
+
+ops.Attention.vmap = staticmethod(_attention_vmap)
+loop_function(ops.AttentionBackward)
 
 
 def _forward_vmap(info, in_dims, *args):
@@ -140,18 +143,6 @@ def _forward_vmap(info, in_dims, *args):
     counts_rows = "b" in indices_used(schema.options_from(options).mods)
     dims = schema.flat(in_dims, INPUTS)[0]
     return batching.forward(attend, counts_rows, info.batch_size, dims, tensors)
-
-
-def _backward_vmap(info, in_dims, *args):
-    tensors, options = schema.flat(args, SAVED_TENSORS)
-
-    def differentiate(tensors: tuple) -> tuple[Tensor, ...]:
-        extras = extras_of(tensors[SAVED_TENSORS:])
-        arguments = (*tensors[:SAVED_TENSORS], *extras.arguments, *options)
-        return torch.ops.tilewise.flash_attn_backward(**dict(zip(schema.BACKWARD, arguments)))
-
-    dims = schema.flat(in_dims, SAVED_TENSORS)[0]
-    return batching.one_by_one(differentiate, info.batch_size, dims, tensors)
 
 
 schema.operator(
@@ -169,7 +160,7 @@ schema.operator(
     kernel=_backward_kernel,
     fake=_backward_fake,
     backward=schema.no_double_backward,
-    vmap=_backward_vmap,
+    is_looped=True,
 )
 straight("flash_attn_forward", INPUTS, _forward_kernel, _op_backward, setup_context=_setup_context)
 straight("flash_attn_backward", SAVED_TENSORS, _backward_kernel, schema.no_double_backward)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._C._functorch import peek_interpreter_stack
 
 from ..kernels.common.alignment import check_elements
 from ..kernels.common.outputs import has_no_sequence
@@ -61,7 +62,8 @@ def quantize(
     rotary: Rotary | None,
 ) -> Quantized:
     """Quantizes 4-dimensional q, k and v."""
-    if not (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()):
+    is_seen = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
+    if not is_seen and peek_interpreter_stack() is None:
         return _run(call, inputs, scales=scales, of=of, rotary=rotary)
     tables, steps = (None, None, True) if rotary is None else rotary, call.steps
     arguments = dict(zip(ARGUMENTS, (*inputs, *scales, *of, *tables, *steps)))
@@ -151,4 +153,5 @@ operator(
         "8-bit tensors have no gradient: pass what tilewise.quantize returns, and "
         'backward="bf16", to tilewise.attention'
     ),
+    is_looped=True,
 )

@@ -64,15 +64,17 @@ def operator(
     backward: Callable | None = None,
     setup_context: Callable | None = None,
     vmap: Callable | None = None,
+    is_looped: bool = False,
     tags: tuple[torch.Tag, ...] = (),
 ) -> None:
     """Defines an operator. What computes it, and what gives its outputs' shapes, take its arguments
-    as one tuple; arguments by keyword alone stay so.
+    as one tuple; arguments by keyword alone stay so. `is_looped` has vmap compute one by one.
     """
     LIBRARY.define(name + schema, tags=tags)
     schemas.update(f"{name}{schema};".encode())
     full_name = f"{LIBRARY.ns}::{name}"
-    arguments = getattr(torch.ops.tilewise, name).default._schema.arguments
+    defined = getattr(torch.ops.tilewise, name)
+    arguments = defined.default._schema.arguments
     has_default = [x.name for x in arguments if x.has_default_value()]
 
     def call(*args: Any, **named: Any) -> Any:
@@ -96,6 +98,10 @@ def operator(
     if backward is not None:
         register = torch.library.register_autograd
         register(full_name, backward, setup_context=setup_context, lib=LIBRARY)
+    if is_looped:
+        from .vmap import looped
+
+        vmap = looped(lambda args: defined(**{x.name: y for x, y in zip(arguments, args)}))
     if vmap is not None:
         torch.library.register_vmap(full_name, vmap, lib=LIBRARY)
 

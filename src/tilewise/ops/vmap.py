@@ -7,9 +7,10 @@ turn.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..errors import warn_slow
 from ..features import FEATURES
@@ -36,20 +37,36 @@ def forward(attend: Callable, counts_rows: bool, size: int, in_dims: tuple, tens
     return (out.unflatten(0, (size, batch)), lse.unflatten(0, (size, batch))), (0, 0)
 
 
-def one_by_one(call: Callable, size: int, in_dims: tuple, tensors: tuple):
+def looped(call: Callable) -> Callable:
+    """The vmap rule of a function of a tuple that is computed one by one."""
+
+    def vmap(info, in_dims, *args):
+        values, structure = tree_flatten(args)
+
+        def call_row(row):
+            return call(tree_unflatten(row, structure))
+
+        return one_by_one(call_row, info.batch_size, tree_flatten(in_dims)[0], values)
+
+    return vmap
+
+
+def one_by_one(call: Callable, size: int, in_dims: Sequence, tensors: Sequence):
     """`call` mapped in a loop."""
     warn_slow(
-        f"vmap of attention's backward, or over {UNMAPPED}, a bias, dropout, "
+        f"vmap of attention's backward, of a KV cache or FP8, or over {UNMAPPED}, a bias, dropout, "
         "captured tensors or functions of b, runs its calls one by one: if that is too slow, "
         "fold the mapped dimension into the batch"
     )
     pairs = list(zip(tensors, in_dims))
-    results = [
-        call(tuple(x if dim is None else x.select(dim, i) for x, dim in pairs)) for i in range(size)
-    ]
+    rows = [[x if dim is None else x.select(dim, i) for x, dim in pairs] for i in range(size)]
+    if not rows:  # zeros give the shapes
+        shapes = [dim if dim is None else x.shape[:dim] + x.shape[dim + 1 :] for x, dim in pairs]
+        rows = [[x if s is None else x.new_zeros(s) for x, s in zip(tensors, shapes)]]
+    results = [call(row) for row in rows]
     count = len(results[0])
-    stacked = tuple(torch.stack([result[n] for result in results]) for n in range(count))
-    return stacked, (0,) * count
+    stacked = [torch.stack([result[n] for result in results])[:size] for n in range(count)]
+    return stacked if type(results[0]) is list else tuple(stacked), 0
 
 
 def _may_join(name: str, x: Tensor | None, dim: int | None) -> bool:
