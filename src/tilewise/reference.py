@@ -129,9 +129,8 @@ def attention_reference(
         dropout_rng = draw_rng(q.device)
     extras = Extras(alibi_slopes, sinks, seqused_k, seqused_q, cu_seqlens_q, cu_seqlens_k, bias)
     extras = extras._replace(dropout_rng=dropout_rng if dropout_p else None)
-    has_slopes = isinstance(alibi_slopes, Tensor)
-    slopes = alibi_slopes.detach() if has_slopes else alibi_slopes  # here they have a gradient
-    with_slopes = extras._replace(alibi_slopes=slopes)
+    slopes = alibi_slopes.detach() if isinstance(alibi_slopes, Tensor) else alibi_slopes
+    with_slopes = extras._replace(alibi_slopes=slopes)  # here they have a gradient
     checked = check(q, k, v, extras=with_slopes, numbers=numbers, deterministic=False)
     check_values(q, k, extras=extras)
     align, scalars = checked.problem.align, checked.scalars
@@ -280,12 +279,14 @@ def _attend(
     if options.mask_mod is not None:
         mask = masks.mask(options.mask_mod)
         visible = visible & evaluate(mask.expr, b, h=h, tensors=mask.tensors, **indices)
-    p, lse = _softmax(s.masked_fill(~visible, -math.inf), extras.sinks)
+    s = s.masked_fill(~visible, -math.inf)
+    p, lse = _softmax(s, extras.sinks)
     if extras.dropout_rng is not None:
         threshold = threshold_of(scalars.dropout_p)
         is_kept = keep(extras.dropout_rng, b, head=h, threshold=threshold, **indices)
         p = torch.where(is_kept, p * factor_of(threshold), 0)
-    return _matmul(p.to(v.dtype), v).to(dtype), lse
+    is_empty = (s == -math.inf).all(-1, keepdim=True)  # 0 times what V holds may be NaN
+    return _matmul(p.to(v.dtype), v).to(dtype).masked_fill(is_empty, 0), lse
 
 
 def _visible(q_idx: Tensor, k_idx: Tensor, seqlen_k, diagonal, left: int, right: int) -> Tensor:

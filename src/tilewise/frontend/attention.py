@@ -215,13 +215,11 @@ def attention(
     is_plain = is_plain and type(dropout_p) in (int, float) and dropout_p == 0
     is_sharded = shards.contexts and shards.is_sharded()
     if is_sharded or torch.compiler.is_dynamo_compiling():
-        scores: Any = {"scale": scale, "softcap": softcap, "bias": bias, "sinks": sinks}
-        scores = {**scores, "alibi_slopes": alibi_slopes, "causal": causal, "window": window}
-        starts = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-        lengths = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
-        used = {"seqused_q": seqused_q, "seqused_k": seqused_k}
-        options: Any = {"deterministic": deterministic, "layout": layout, "return_lse": return_lse}
-        options = {**scores, **starts, **lengths, **used, **options, "backend": backend}
+        options: Any = dict(scale=scale, softcap=softcap, bias=bias, sinks=sinks, causal=causal)
+        options |= dict(alibi_slopes=alibi_slopes, window=window, deterministic=deterministic)
+        options |= dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, backend=backend)
+        options |= dict(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, layout=layout)
+        options |= dict(seqused_q=seqused_q, seqused_k=seqused_k, return_lse=return_lse)
         has_cache = not (page_table is split_size is k_descale is v_descale is out is None)
         has_cache = has_cache or (cu_seqlens_q is not None and cu_seqlens_k is None)
         if is_sharded:

@@ -115,12 +115,11 @@ def flash_attn_func(
     is_sharded = shards.contexts and shards.is_sharded()
     if not (has_more or is_sharded) and is_plain(dropout_p, attention_chunk):
         if torch.compiler.is_dynamo_compiling() and fits_node(inputs, window_size):
-            scores: Any = {"softmax_scale": softmax_scale, "softcap": softcap, "causal": causal}
-            learned = {"alibi_slopes": alibi_slopes, "learnable_sink": learnable_sink}
-            returned = {"return_attn_probs": return_attn_probs, "return_lse": return_lse}
-            hints = {"deterministic": deterministic, "num_splits": num_splits, "pack_gqa": pack_gqa}
-            options = {**scores, **learned, **returned, **hints, "window_size": window_size}
-            return paths.traced("flash_attn_func", q=q, k=k, v=v, **options)
+            options: Any = {"softmax_scale": softmax_scale, "softcap": softcap, "causal": causal}
+            options |= dict(alibi_slopes=alibi_slopes, window_size=window_size, pack_gqa=pack_gqa)
+            options |= dict(learnable_sink=learnable_sink, return_attn_probs=return_attn_probs)
+            options |= dict(deterministic=deterministic, num_splits=num_splits)
+            return paths.traced("flash_attn_func", q=q, k=k, v=v, return_lse=return_lse, **options)
         plain = "flash_attn", softmax_scale, *flags
         entry, _ = find((*inputs, *optional), plain=plain, window=window_size)
         if entry is not None and entry.call is not None:
@@ -224,14 +223,12 @@ def flash_attn_varlen_func(
     has_more = not (block_table is q_descale is k_descale is v_descale is out_dtype is None)
     if not has_more and is_plain(dropout_p, attention_chunk):
         if torch.compiler.is_dynamo_compiling() and fits_node(inputs, window_size):
-            scores: Any = {"softmax_scale": softmax_scale, "softcap": softcap, "causal": causal}
-            learned = {"alibi_slopes": alibi_slopes, "learnable_sink": learnable_sink}
-            returned = {"return_attn_probs": return_attn_probs, "return_lse": return_lse}
-            hints = {"deterministic": deterministic, "num_splits": num_splits, "pack_gqa": pack_gqa}
-            used = {"seqused_q": seqused_q, "seqused_k": seqused_k}
-            starts = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-            options = {**scores, **learned, **returned, **hints, "window_size": window_size}
-            options = {**options, **lengths, **used, **starts}
+            options: Any = {"softmax_scale": softmax_scale, "softcap": softcap, "causal": causal}
+            options |= dict(alibi_slopes=alibi_slopes, window_size=window_size, pack_gqa=pack_gqa)
+            options |= dict(learnable_sink=learnable_sink, return_attn_probs=return_attn_probs)
+            options |= dict(deterministic=deterministic, num_splits=num_splits)
+            options |= dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **lengths)
+            options |= dict(seqused_q=seqused_q, seqused_k=seqused_k, return_lse=return_lse)
             return paths.traced("flash_attn_varlen_func", q=q, k=k, v=v, **options)
         bounds = as_bound(max_seqlen_q), as_bound(max_seqlen_k)
         plain = "flash_attn_varlen", softmax_scale, *bounds, *flags

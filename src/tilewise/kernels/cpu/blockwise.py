@@ -74,9 +74,11 @@ def _attend(dense: Dense, chunk: Chunk, block: QueryRange, q: Tensor, workspace:
     """One block of scaled queries (heads, group * rows, headdim)."""
     m_i, l_i = first_state(chunk, q)
     acc_o = q.new_zeros((*q.shape[:2], chunk.v.shape[2]))
+    highest = torch.full_like(m_i, -math.inf)  # without the sink
     for keys in key_blocks(block):
         s, indices, *_ = scores(dense, chunk, block=block, q=q, keys=keys, workspace=workspace)
-        m_new = torch.maximum(m_i, s.amax(-1, keepdim=True))
+        highest = torch.maximum(highest, s.amax(-1, keepdim=True))
+        m_new = torch.maximum(m_i, highest)
         shift = m_new.masked_fill(m_new == -math.inf, 0)  # the row has seen no key yet
         p = s.sub_(shift).exp_()
         alpha = m_i.sub(shift).exp_()
@@ -86,6 +88,7 @@ def _attend(dense: Dense, chunk: Chunk, block: QueryRange, q: Tensor, workspace:
         acc_o.mul_(alpha).baddbmm_(p, chunk.v[:, keys])
         m_i = m_new
     acc_o.div_(l_i.masked_fill_(l_i == 0, 1))  # a row without keys, whose m is -inf
+    acc_o.masked_fill_(highest == -math.inf, 0)  # 0 times what V holds may be NaN
     return Rows(acc_o, m_i, log_l=l_i.log())
 
 

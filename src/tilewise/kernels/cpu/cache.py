@@ -223,7 +223,8 @@ def _chunk(sequence: CachedSequence, tile: TokenTile, chunk: Chunk, memory: Memo
         s.mul_(scale)
     rows = sequence.v.load(chunk.first, chunk.last, memory)
     acc_o = weighted_sums(s.view(-1, chunk.n), rows.matrix, columns=_columns(rows, shape))
-    return SplitState(acc_o.view((*shape[:3], -1)), m_i, l_i=l_i)
+    acc_o = acc_o.view((*shape[:3], -1)).masked_fill_(m_i == -math.inf, 0)  # V may hold NaN
+    return SplitState(acc_o, m_i, l_i=l_i)
 
 
 def _scores(
