@@ -125,9 +125,9 @@ def quantize(
         quantized = ops.quantize(call, inputs, checked_scales, lengths, rotary)
     if is_packed:
         quantized = quantized._replace(q=quantized.q[0], k=quantized.k[0], v_t=quantized.v_t[0])
-    has_lengths = not (cu_seqlens_q is cu_seqlens_k is seqused_q is seqused_k is None)
+    some = None if cu_seqlens_q is cu_seqlens_k is seqused_q is seqused_k is None else lengths
     # Dynamo of torch 2.11 returns no tuple of `_replace`
-    return Quantized._make((*quantized[:7], source, lengths if has_lengths else None))
+    return Quantized(**quantized._asdict() | {"source": source, "lengths": some})
 
 
 def _steps(rotate: Any, smooth: Any) -> Steps:

@@ -158,8 +158,8 @@ def contiguous_of(x: Tensor | None) -> Tensor | None:
 
 def bias_of(x: Tensor) -> Bias:
     """A bias, or its gradient, as kernels take it."""
-    strides = [0 if n == 1 else stride for n, stride in zip(x.shape, x.stride())]
-    return Bias._make((x, *strides))
+    batch, head, row, column = (0 if n == 1 else stride for n, stride in zip(x.shape, x.stride()))
+    return Bias(x, batch, head=head, row=row, column=column)
 
 
 def lists_of(lists: list[BlockLists]) -> tuple[Lists | int, Lists | int]:

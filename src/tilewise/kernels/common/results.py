@@ -91,8 +91,8 @@ def grads_of(problem: Problem, saved: Saved, extras: Any, cleared: Collection[st
     operands = saved.q, saved.k, saved.v, extras.sinks, extras.bias
     q, k, v, sinks, bias = (x and x.new("meta") for x in operands)
     grads = empty_grads(problem, q, k, v, Extras(sinks=sinks, bias=bias))
-    named, device = zip(Grads._fields, grads), saved.q.device
-    return Grads._make(operand_of(name, x, device, name in cleared) for name, x in named)
+    named, device = grads._asdict().items(), saved.q.device
+    return Grads(**{name: operand_of(name, x, device, name in cleared) for name, x in named})
 
 
 def sum_sinks(dsinks: Tensor, parts: Tensor) -> None:

@@ -116,8 +116,8 @@ def of_heads(extras: Extras, function: Callable[[Tensor], Tensor]) -> Extras:
 
 def sums_of(grads: Grads, lse: Tensor) -> Grads:
     """Gradients whose optional ones are zeros of the dtype of `lse`, to add up parts."""
-    sums = (None if x is None else lse.new_zeros(x.shape) for x in grads[INPUTS:])
-    return Grads._make((*grads[:INPUTS], *sums))
+    named = zip(Grads._fields[INPUTS:], grads[INPUTS:])
+    return grads._replace(**{name: lse.new_zeros(x.shape) for name, x in named if x is not None})
 
 
 def copy_sums(grads: Grads, sums: Grads) -> Grads:
