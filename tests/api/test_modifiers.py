@@ -271,6 +271,58 @@ def test_gradients_in_any_order_are_none_for_deterministic_calls():
     check_order((torch.randn(4, requires_grad=True),))
 
 
+def flipped(attend):
+    """A function of (q, k, v) whose dimensions are in FlexAttention's order."""
+    return lambda q, k, v, **x: attend(*(y.transpose(1, 2) for y in (q, k, v)), **x)
+
+
+def mask_of(x):
+    return lambda b, h, q_idx, kv_idx: (x[kv_idx] > -1) | (q_idx == kv_idx)
+
+
+MASKED = {
+    "mask_mod": lambda *x, mask: tilewise.attention(*x, mask_mod=mask),
+    "both": lambda *x, mask: tilewise.attention(
+        *x, mask_mod=mask, score_mod=lambda s, b, h, i, j: s * 2
+    ),
+    "block mask": lambda *x, mask: tilewise.attention(
+        *x, block_mask=create_block_mask(mask, None, None, 70, 90)
+    ),
+    "reference": lambda *x, mask: tilewise.attention_reference(*x, mask_mod=mask),
+    "flex": lambda *x, mask: flipped(tilewise.flex_attention)(
+        *x, enable_gqa=True, block_mask=flex.create_block_mask(mask, None, None, 70, 90, "cpu")
+    ),
+    "portable": lambda *x, mask: tilewise.attention(*x, mask_mod=mask, backend="portable"),
+}
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_what_a_mask_captures_gets_no_gradient(name):
+    """It may require one, as an activation does, and changes no other gradient."""
+    gate, results = torch.randn(90), []
+    for requires_grad in (False, True, True):  # and a known call
+        leaf = gate.clone().requires_grad_(requires_grad)
+        kept = leaf * 2  # on the way to it, as an activation is
+        leaves = [x.requires_grad_() for x in qkv()]
+        with use_interpreter():
+            out = MASKED[name](*leaves, mask=mask_of(kept))
+            grads = torch.autograd.grad(out.square().sum(), leaves, retain_graph=True)
+            if requires_grad:
+                loss = out.sum() + leaf.sum()
+                assert torch.autograd.grad(loss, leaf)[0].eq(1).all()
+        results.append((out, *grads))
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
+    torch.testing.assert_close(results[2], results[0], rtol=0, atol=0)
+
+
+def test_what_the_mask_of_a_cache_captures_may_require_a_gradient():
+    q, k, v = qkv(4, 90)
+    gate, table = torch.randn(90, requires_grad=True), torch.tensor([[0], [1]], dtype=torch.int32)
+    masks = (lambda b, h, i, j, x=x: x[j] > 0 for x in (gate, gate.detach()))
+    outs = [tilewise.attention(q, k, v, page_table=table, mask_mod=mask) for mask in masks]
+    assert torch.equal(*outs) and not outs[0].requires_grad
+
+
 def test_packed_sequences_take_no_bias_and_no_block_mask():
     q, k, v = (x[0] for x in qkv(117, 117, batch=1))
     lengths = dict(cu_seqlens_q=STARTS, cu_seqlens_k=STARTS)

@@ -142,12 +142,12 @@ def attention(
             first query attends to the first key alone.
         window: (left, right), the keys before and after its diagonal that a query attends to, both
             ends included; None or -1 is no limit.
-        mask_mod: a predicate of (b, h, q_idx, kv_idx) made of plain operators
-            (`tilewise.mods.trace` lists them), or a `Mask`: which keys a query attends to, in
-            addition to `causal` and `window`. It is evaluated for every pair. Positions count from
-            0 in each sequence: q_idx from its first query, but from its first key, as queries are
-            its last ones, with `page_table`, `out`, `split_size`, an 8-bit k, or `cu_seqlens_q`
-            without `cu_seqlens_k`. Under torch.compile create it outside of the graph.
+        mask_mod: a predicate of (b, h, q_idx, kv_idx), of what `tilewise.mods.trace` lists, or a
+            `Mask`: which keys a query attends to, in addition to `causal` and `window`. It is
+            evaluated for every pair. Captured tensors get no gradient. Positions count from 0 in
+            each sequence: q_idx from its first query, but from its first key, as queries are its
+            last ones, with `page_table`, `out`, `split_size`, an 8-bit k, or `cu_seqlens_q` without
+            `cu_seqlens_k`. Under torch.compile create it outside of the graph.
         block_mask: a mask whose hidden tiles are skipped: the result of
             `tilewise.sparse.create_block_mask`, or FlexAttention's BlockMask. Not with `causal` and
             `window`, which join it as masks.

@@ -64,7 +64,7 @@ def flex_attention(
         score_mod: function of (score, b, h, q_idx, kv_idx), which may use what
             `tilewise.mods.trace` lists.
         block_mask: FlexAttention's BlockMask or one of `tilewise.sparse`; `and_masks` and
-            `or_masks` join.
+            `or_masks` join. Tensors that its mask captures get no gradient.
         scale: softmax scale; 1 / sqrt(headdim) by default.
         enable_gqa: allows fewer key heads than query heads.
         return_lse: whether to return (out, lse).

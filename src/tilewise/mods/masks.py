@@ -117,7 +117,7 @@ def mask(function: Predicate) -> Mask:
 
     Args:
         function: a predicate that uses what `tilewise.mods.trace` lists; True where a query attends
-            to a key.
+            to a key. What it captures gets no gradient.
 
     Raises:
         ArgumentError: the function cannot be traced.
