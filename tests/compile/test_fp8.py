@@ -106,7 +106,10 @@ def _rows():
     ("target", "headdim", "variant"),
     sample_rows(_rows(), ("sm89", 128, "causal")),
 )
-def test_every_target(target, headdim, variant):
+def test_every_target(target, headdim, variant, request):
+    if (target, headdim, variant) == ("sm120", 128, "packed"):
+        four_bytes = "4 bytes are spilled, before the loops"
+        request.applymarker(pytest.mark.xfail(reason=four_bytes, strict=True))
     check(target, headdim, variant)
 
 
