@@ -193,7 +193,7 @@ def flash_attn_varlen_func(
         max_seqlen_q: as in `tilewise.attention`, optional here, too.
         max_seqlen_k: upper bound of key lengths, refused where one on a CPU is longer; optional.
         block_table: int32 (batch, pages), the pages of each sequence; without gradients.
-        seqused_q: int32 (batch,), valid queries of each sequence.
+        seqused_q: int32 (batch,), valid queries of each sequence; not with `block_table`.
         seqused_k: int32 (batch,), valid keys of each sequence, in pages counted from the first.
 
     The other arguments are those of `flash_attn_func`.
@@ -301,6 +301,7 @@ def _attend(
             seqused_k=used,
             cu_seqlens_q=extras.cu_seqlens_q,
             max_seqlen_q=max_seqlen_q if type(max_seqlen_q) is int else None,
+            deterministic=deterministic,
             k_descale=scales.k,
             v_descale=scales.v,
             mask_mod=chunk_of_cache(chunk) if chunk else None,
