@@ -127,7 +127,8 @@ def quantize(
         quantized = quantized._replace(q=quantized.q[0], k=quantized.k[0], v_t=quantized.v_t[0])
     some = None if cu_seqlens_q is cu_seqlens_k is seqused_q is seqused_k is None else lengths
     # Dynamo of torch 2.11 returns no tuple of `_replace`
-    return Quantized(**quantized._asdict() | {"source": source, "lengths": some})
+    fields = {**dict(zip(Quantized._fields, quantized)), "source": source, "lengths": some}
+    return Quantized(**fields)
 
 
 def _steps(rotate: Any, smooth: Any) -> Steps:
