@@ -103,6 +103,15 @@ REFUSED = {
 }
 
 
+def test_scales_may_be_negative_for_v_alone():
+    scale = torch.tensor(-1.5)
+    out = tilewise.attention(*eight(), v_descale=scale)
+    assert torch.equal(out, -tilewise.attention(*eight(), v_descale=-scale))
+    for name in ("q_descale", "k_descale"):
+        with pytest.raises(ArgumentError, match=f"{name} has -1.5"):
+            tilewise.attention(*eight(), **{name: scale})
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_refusals(name):
     given, options, error, says = REFUSED[name]

@@ -149,8 +149,8 @@ def attention(
             last ones, with `page_table`, `out`, `split_size`, an 8-bit k, or `cu_seqlens_q` without
             `cu_seqlens_k`. Under torch.compile create it outside of the graph.
         block_mask: a mask whose hidden tiles are skipped: the result of
-            `tilewise.sparse.create_block_mask`, or FlexAttention's BlockMask. Not with `causal` and
-            `window`, which join it as masks.
+            `tilewise.sparse.create_block_mask`, or FlexAttention's BlockMask. Not with `causal`,
+            `window` and `mask_mod`, which join it as masks.
 
     Packed sequences:
         cu_seqlens_q: int32 (batch + 1,), 0 and the end of each sequence's queries, which are packed
@@ -178,7 +178,7 @@ def attention(
 
     Eight bits:
         q_descale: fp32 scale for a float8_e4m3fn q, which represents q * q_descale: (), (nheads_k,)
-            or (batch, nheads_k), not negative, as k_descale and v_descale then are; None is 1.
+            or (batch, nheads_k), as those of k and v then are; only v's may be negative; None is 1.
         k_descale: fp32 scale for an 8-bit k: (), one per key head (nheads_k,), per sequence and key
             head (batch, nheads_k), or per row, shaped as k without headdim; None is 1. Unused rows
             may have any scale.
