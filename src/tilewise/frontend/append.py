@@ -161,7 +161,7 @@ def _check_rows(new: Append) -> None:
     if starts is not None:
         checks.check_form("cu_seqlens_q", starts, q=new.k, of="k")
     for name, x in named:
-        is_packed = starts is not None or (new.slots is not None and x.dim() == 3)
+        is_packed = starts is not None or (new.slots is not None and getattr(x, "ndim", 0) == 3)
         dims = 3 if name in ("k", "v") and is_packed else 4
         form = "(total, nheads_k, headdim)" if dims == 3 else "of 4 dimensions"
         checks.check_dims(name, x, dims=dims, remedy=f"it must be {form}")

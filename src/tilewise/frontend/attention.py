@@ -211,8 +211,8 @@ def attention(
     # FP8 products have entries of their own
     is_fp8 = not (q_descale is out_dtype is backward is None)
     is_fp8 = is_fp8 or type(q) is Quantized or getattr(q, "dtype", None) in ONE_BYTE
-    is_plain = not is_fp8 and mask_mod is score_mod is block_mask is None
-    is_plain = is_plain and type(dropout_p) in (int, float) and dropout_p == 0
+    has_dropout = type(dropout_p) not in (int, float) or dropout_p != 0
+    is_plain = not (is_fp8 or has_dropout) and mask_mod is score_mod is block_mask is None
     is_sharded = shards.contexts and shards.is_sharded()
     if is_sharded or torch.compiler.is_dynamo_compiling():
         options: Any = dict(scale=scale, softcap=softcap, bias=bias, sinks=sinks, causal=causal)
@@ -260,7 +260,7 @@ def attention(
     optional |= dict(mask_mod=mask_mod, block_mask=block_mask, score_mod=score_mod)
     optional |= dict(page_table=page_table, split_size=split_size, out=out)
     if is_fp8 or isinstance(q, Quantized) or k is None or v is None:
-        refuse("fp8", **optional, dropout_p=dropout_p or None)
+        refuse("fp8", **optional, dropout_p=dropout_p if has_dropout else None)
         scales = GivenScales(q_descale, k_descale, v_descale)
         options: Any = dict(layout=layout, out_dtype=out_dtype, backward=backward, backend=backend)
         options |= dict(extras=extras, numbers=numbers, max_seqlen_q=max_seqlen_q)

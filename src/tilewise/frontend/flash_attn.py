@@ -20,7 +20,7 @@ from ..tile.dropout_numbers import check_dropout, draw_rng
 from . import fp8, paths
 from .attention import attention
 from .call import call, launch
-from .checks import check_rank, in_order, with_contiguous_rows
+from .checks import check_form, check_rank, in_order, with_contiguous_rows
 from .chunks import check_chunk, chunk_of_batch, chunk_of_cache, chunk_of_packed, within_chunk
 from .compiled import fits_node, has_node
 from .paths import ONE_BYTE
@@ -268,6 +268,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """`out` and `lse` of a call whose signature is new."""
     q, k, v = inputs
+    dropout_p, chunk = check_dropout(numbers.dropout_p), check_chunk(attention_chunk)
     is_fp8 = isinstance(q, Quantized) or getattr(q, "dtype", None) in ONE_BYTE
     is_fp8 = is_fp8 or not (scales.q is out_dtype is None) or k is None or v is None
     has_scales = not (scales.k is scales.v is None)
@@ -275,8 +276,7 @@ def _attend(
         if block_table is not None:
             refuse("fp8", block_table=block_table)
         check_flag("deterministic", deterministic)
-        dropout_p = numbers.dropout_p or None
-        refuse("fp8", dropout_p=dropout_p, attention_chunk=attention_chunk or None)
+        refuse("fp8", dropout_p=dropout_p or None, attention_chunk=chunk or None)
         return fp8.attend(
             inputs,
             scales,
@@ -287,10 +287,11 @@ def _attend(
             words=WORDS,
         )
     if block_table is not None:
-        refuse("cached", seqused_q=extras.seqused_q, dropout_p=numbers.dropout_p or None)
+        refuse("cached", seqused_q=extras.seqused_q, dropout_p=dropout_p or None)
         shards.refuse_shards()
-        chunk, used, starts = check_chunk(attention_chunk), extras.seqused_k, extras.cu_seqlens_k
+        used, starts = extras.seqused_k, extras.cu_seqlens_k
         if used is None and starts is not None:
+            check_form("cu_seqlens_k", starts, q=inputs[0])
             used = starts.diff()
         numbers = numbers._replace(window=numbers.sides("window_size"))
         return _by_attention(
@@ -307,7 +308,7 @@ def _attend(
             mask_mod=chunk_of_cache(chunk) if chunk else None,
         )
     if shards.contexts and shards.is_sharded() and extras.cu_seqlens_q is None:
-        if attention_chunk:
+        if chunk:
             raise NotImplementedError(
                 "attention_chunk inside tilewise.distributed.context_parallel: pass "
                 "mask_mod=tilewise.mods.chunked(size) to tilewise.attention"
@@ -316,14 +317,14 @@ def _attend(
     q, k, v = with_contiguous_rows(zip("qkv", inputs))
     if not all(x is y for x, y in zip(inputs, (q, k, v))):
         entry = None  # what is launched are others
-    chunk, is_packed = check_chunk(attention_chunk), extras.cu_seqlens_q is not None
+    is_packed = extras.cu_seqlens_q is not None
     if is_packed:
         q, k, v = in_order(q, k, v, "bshd", True)
         chunks = chunk_of_packed(chunk, extras)
     else:
         check_rank(q, k, v=v, words=WORDS)
         chunks = chunk_of_batch(chunk, q, k=k)
-    rng = draw_rng(q.device) if check_dropout(numbers.dropout_p) else None
+    rng = draw_rng(q.device) if dropout_p else None
     out, lse = call(
         q,
         k,
