@@ -214,6 +214,12 @@ def test_what_torch_refuses_is_refused(name):
         tilewise.flex_attention(*tensors, **asked)
 
 
+def test_no_heads_give_no_heads():
+    q, k, v = (x[:, :0] for x in qkv())
+    out, lse = tilewise.flex_attention(q, k, v, return_lse=True)
+    assert out.shape == q.shape and lse.shape == q.shape[:-1]
+
+
 def test_maxima_are_refused_by_name():
     with pytest.raises(NotImplementedError, match="max_scores.*request lse"):
         tilewise.flex_attention(*qkv(), return_aux=AuxRequest(max_scores=True))

@@ -101,11 +101,14 @@ SHARED = {
     "mixed ranks": ((4, 4, 8), (3, 2, 6, 8), (3, 2, 6, 8)),
     "fewer heads of value": ((3, 8, 4, 8), (3, 4, 6, 8), (3, 2, 6, 8)),
     "heads that divide one another not": ((3, 6, 4, 8), (3, 2, 6, 8), (3, 3, 6, 8)),
+    "no heads": ((2, 0, 4, 8), (2, 0, 6, 8), (2, 0, 6, 8)),
 }
 
 
 @FREE
-@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=NO_HEADS if x == "no heads" else ()) for x in SHARED]
+)
 def test_heads_are_shared_as_in_torch(name):
     check(qkv(*SHARED[name]), enable_gqa=True)
 

@@ -127,7 +127,7 @@ def _check_shapes(shapes: list[Shape], enable_gqa: bool, words: Words) -> None:
         wrong = f"{q_name} has headdim {q[-1]} and {k_name} has headdim {k[-1]}: they must be equal"
     elif enable_gqa:
         for name, shape in ((v_name, v), (k_name, k)):
-            if shape[-3] == 0 or q[-3] % shape[-3]:
+            if q[-3] % shape[-3] if shape[-3] else q[-3]:
                 wrong = (
                     f"{q_name} has {q[-3]} heads and {name} has {shape[-3]}: the heads of {q_name} "
                     f"must be a multiple of those of {name} (GQA)"

@@ -208,7 +208,7 @@ def check_tensors(
     if k.shape[2] == 0 or q.shape[2] % k.shape[2] or q.shape[2] == 0:
         raise ArgumentError(
             f"{words.q} has {q.shape[2]} heads and {words.k} has {k.shape[2]}: the heads of "
-            f"{words.q} must be a multiple of those of {words.k} (GQA)"
+            f"{words.q} must be a multiple of those of {words.k}, and at least 1 (GQA)"
             f"{_order(q, k, v=v, words=words)}"
         )
     named = (words.q, q), (words.k, k), (words.v, v)

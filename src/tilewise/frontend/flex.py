@@ -108,7 +108,7 @@ def flex_attention(
         mods=modifiers.mods,
         words=WORDS,
     )
-    out = out.transpose(1, 2)[..., : x.out[-1]]
+    out, lse = out.transpose(1, 2)[..., : x.out[-1]].reshape(x.out), lse.reshape(x.out[:-1])
     if return_aux is None:
         return (out, lse) if return_lse else out
     from torch.nn.attention.flex_attention import AuxOutput
