@@ -27,7 +27,8 @@ from .frontend.call import check
 from .frontend.checks import FLOATS, check_kind, in_order, sizes_of
 from .frontend.scalars import Numbers, Window, as_int, check_flag
 from .frontend.values import check_values
-from .kernels.common.cached import Cached, lse_by_query, lse_shape
+from .kernels.common.cached import Cached, lse_by_query
+from .kernels.common.outputs import lse_shape
 from .keywords import refuses_others, unexpected
 from .mods import masks, scores
 from .mods.block_mask import BlockMask

@@ -58,7 +58,7 @@ def plans_of(headdim, dtype, headdim_v=0, causal=False, left=-1, softcap=0.0, **
         plans.append(plan)
         return Launch(plan.kernel, 0, {}, {}, {})
 
-    out, lse = empty_out(problem, q)
+    out, lse = empty_out(q, problem.headdim_v)
     dlse = torch.empty_like(lse) if tensors else None
     of_forward = operands_of(FORWARD, (q, k, v, *extras.tensors))
     of_backward = operands_of(BACKWARD, (out, dlse, q, k, v, out, lse, *extras.tensors))

@@ -5,8 +5,8 @@ import torch
 from helpers.cached_calls import check_cached
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tilewise.kernels.common.outputs import lse_shape
 from tilewise.kernels.cpu import cache
-from tilewise.ops.kv_cache import lse_shape
 
 HEADS, PAGE = 2, 16
 

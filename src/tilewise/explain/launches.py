@@ -110,7 +110,7 @@ def operands_for(call: Call, direction: str) -> dict[str, Any]:
     inputs = call.q, call.k, call.v
     if direction == "fwd":
         return operands_of(("q", "k", "v", *Extras._fields), (*inputs, *call.extras.tensors))
-    out, lse = empty_out(call.problem, call.q)
+    out, lse = empty_out(call.q, call.problem.headdim_v)
     return operands_of(BACKWARD, (out, None, *inputs, out, lse, *call.extras.tensors))
 
 

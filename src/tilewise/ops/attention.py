@@ -71,7 +71,7 @@ def run_forward(
 def _prepared(call: Call, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> Callable:
     problem = call.problem
     if q.is_meta:
-        return lambda q, k, v, extras: empty_out(problem, q)
+        return lambda q, k, v, extras: empty_out(q, problem.headdim_v)
     return dispatch.forward_of(call, q, k, v, extras)
 
 

@@ -14,7 +14,7 @@ from torch._C._functorch import peek_interpreter_stack
 from .. import dispatch
 from ..features import OPERATORS, schema_of
 from ..kernels.common.alignment import check_elements
-from ..kernels.common.outputs import fill_padding, has_no_sequence
+from ..kernels.common.outputs import empty_out, fill_padding, has_no_sequence
 from ..kernels.common.quantized import Lengths, Quantized, Scales
 from ..kernels.cpu.hadamard import rotate_back
 from ..kernels.cpu.quantize import dequantize, of_each, of_heads, rows_of, turned
@@ -77,7 +77,7 @@ def raised(lse: Tensor, x: Quantized, mean: Tensor, scale: float, extras: Extras
 def _run(call: Call, operands: Sequence[Any], extras: Extras) -> tuple[Tensor, Tensor]:
     refuse_shards()
     if operands[0].is_meta:
-        return _empty(call.problem, call.out_dtype, operands[0])
+        return empty_out(operands[0], call.problem.headdim_v, call.out_dtype)
     forward = call.forward
     if forward is None:  # a call of lazily negated tensors is known by nothing, and so always new
         operands, extras = resolved(operands), extras_of(resolved(extras.tensors))
@@ -107,7 +107,7 @@ def forward_of(call: Call, q: Tensor, v: Tensor, extras: Extras) -> Forward:
 
 def padding_out(call: Call, given: Quantized, extras: Extras) -> tuple[Tensor, Tensor]:
     """The forward of rows of no sequence alone."""
-    out, lse = _empty(call.problem, call.out_dtype, given.q)
+    out, lse = empty_out(given.q, call.problem.headdim_v, call.out_dtype)
     fill_padding(out, lse)
     return out, lse
 
@@ -120,12 +120,6 @@ def _transposing(forward: Forward, transpose: Callable[..., Tensor]) -> Forward:
         return forward(quantized._replace(v_t=v_t), extras)
 
     return run
-
-
-def _empty(problem: Problem, out_dtype: torch.dtype, q: Tensor) -> tuple[Tensor, Tensor]:
-    batch, seqlen_q, nheads, _ = q.shape
-    out = q.new_empty(batch, seqlen_q, nheads, problem.headdim_v, dtype=out_dtype)
-    return out, q.new_empty(batch, nheads, seqlen_q, dtype=torch.float32)
 
 
 # the operator
@@ -177,7 +171,7 @@ def _kernel(args: tuple):
 
 def _fake(args: tuple):
     call = _call_of(args)
-    return _empty(call.problem, call.out_dtype, args[0])
+    return empty_out(args[0], call.problem.headdim_v, call.out_dtype)
 
 
 operator(

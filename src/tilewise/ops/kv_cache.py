@@ -16,8 +16,8 @@ from .. import dispatch
 from ..errors import OURS, Words
 from ..features import OPERATORS, schema_of
 from ..kernels.common.alignment import ALIGNMENT, check_elements
-from ..kernels.common.cached import OUT, READ_NAMES, Cached, lse_shape
-from ..kernels.common.outputs import fill_padding, has_no_sequence
+from ..kernels.common.cached import OUT, READ_NAMES, Cached
+from ..kernels.common.outputs import empty_lse, empty_out, fill_padding, has_no_sequence
 from ..kernels.common.shared_memory import check_apart, check_written
 from ..mods.flat import check_captured
 from ..mods.serialize import MASK, deserialize, serialize
@@ -167,11 +167,9 @@ class Repeated:
 
 def empty_outputs(cached: Cached, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """`out`, unless it is given, and `lse`, unwritten."""
-    q = cached.q
     if out is None:
-        out = q.new_empty((*q.shape[:-1], cached.v.shape[3]))
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return out, q.new_empty(lse_shape(q), dtype=dtype)
+        return empty_out(cached.q, cached.v.shape[3])
+    return out, empty_lse(cached.q)
 
 
 operator(

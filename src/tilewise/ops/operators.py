@@ -80,7 +80,7 @@ def _backward_kernel(args: tuple):
 
 def _forward_fake(args: tuple):
     inputs, extras, options = parts_of(args, INPUTS)
-    return empty_out(problem_from(inputs, extras, options=options), inputs[0])
+    return empty_out(inputs[0], problem_from(inputs, extras, options=options).headdim_v)
 
 
 def _backward_fake(args: tuple):

@@ -17,6 +17,7 @@ from torch.distributed import distributed_c10d
 from ...features import OPERATORS, SHARDED_TYPES, schema_of
 from ...frontend.checks import check_rank, check_tensors
 from ...frontend.scalars import Numbers, check_causal, check_flag
+from ...kernels.common.outputs import empty_out
 from ...mods.expressions import lookup
 from ...mods.flat import FlatMods, count_tensors
 from ...mods.flatten import modifiers_of
@@ -163,9 +164,7 @@ def _forward_fake(arguments: tuple) -> tuple[Tensor, Tensor]:
     q, k, v = arguments[:INPUTS]
     check_rank(q, k, v=v)
     check_tensors(q, k, v=v)
-    exact = torch.promote_types(q.dtype, torch.float32)
-    lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=exact)
-    return q.new_empty((*q.shape[:3], v.shape[3])), lse
+    return empty_out(q, v.shape[3])
 
 
 def _backward_fake(arguments: tuple) -> tuple[Tensor, ...]:

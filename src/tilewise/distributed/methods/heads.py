@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from ...kernels.common.outputs import empty_lse
 from ...ops.calls import eager_apply, resolved
 from ...problem import INPUTS, Grads, Saved
 from ..transport.arena import reporting
@@ -73,8 +74,7 @@ def _forward(
     incoming = IncomingHeads(arena, plan, tensors=tensors)
     results = [q.new_empty(q.shape[:3] + v.shape[3:])]
     if return_lse:
-        exact = torch.promote_types(q.dtype, torch.float32)
-        results.append(q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=exact))
+        results.append(empty_lse(q))
     title = f"the results{' with lse' if return_lse else ''} of"
     outgoing = OutgoingRows(incoming, results, title=title)
     saved: list[Tensor] = []

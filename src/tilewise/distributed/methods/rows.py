@@ -12,6 +12,7 @@ import torch
 from ...dispatch import choose
 from ...emulation import cpu_modes
 from ...frontend.values import check_scores, knows_values
+from ...kernels.common.outputs import empty_out
 from ...ops import attention as ops
 from ...ops.calls import entry_of
 from ...problem import LONG_SEQLEN, WIDEST_EXACT, Between, Call, Extras, Grads, Saved
@@ -84,9 +85,7 @@ def working_dtype(x: Tensor) -> torch.dtype:
 def attend(spec: ShardCall, q: Tensor, pulled: PulledKeys) -> tuple[Tensor, Tensor]:
     """Computes `out` and `lse` of a rank's queries."""
     k, v = pulled.k, pulled.v
-    exact = torch.promote_types(q.dtype, torch.float32)
-    out = q.new_empty(q.shape[:3] + v.shape[3:])
-    lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=exact)
+    out, lse = empty_out(q, v.shape[3])
     for i, span in enumerate(spec.layout.spans):
         pulled.arrive(i)
         rows, keys, band, padding = run_call(spec, span)

@@ -81,11 +81,6 @@ def resolved(x: Tensor | None) -> Any:
     return x if x is None else x.resolve_neg()
 
 
-def lse_shape(q: Tensor) -> tuple[int, ...]:
-    """(batch, nheads, seqlen_q), packed (nheads, total_q)."""
-    return (*q.shape[:-3], q.shape[-2], q.shape[-3])
-
-
 def lse_by_query(lse: Tensor) -> Tensor:
     """The view (batch, seqlen_q, nheads), packed (total_q, nheads)."""
     return lse.transpose(-1, -2)

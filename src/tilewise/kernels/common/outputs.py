@@ -20,12 +20,22 @@ if TYPE_CHECKING:
     from .quantized import Lengths
 
 
-def empty_out(problem: Problem, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`out` (batch, seqlen_q, nheads, headdim_v) and `lse`."""
-    batch, seqlen_q, nheads, _ = q.shape
-    out = q.new_empty(batch, seqlen_q, nheads, problem.headdim_v)
-    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return out, q.new_empty(batch, nheads, seqlen_q, dtype=lse_dtype)
+def empty_out(
+    q: torch.Tensor, headdim_v: int, dtype: torch.dtype | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`out` (batch, seqlen_q, nheads, headdim_v), in the dtype of q or in `dtype`, and `lse`."""
+    return q.new_empty((*q.shape[:-1], headdim_v), dtype=dtype), empty_lse(q)
+
+
+def empty_lse(q: torch.Tensor) -> torch.Tensor:
+    """`lse` alone."""
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return q.new_empty(lse_shape(q), dtype=dtype)
+
+
+def lse_shape(q: torch.Tensor) -> tuple[int, ...]:
+    """(batch, nheads, seqlen_q), packed (nheads, total_q)."""
+    return (*q.shape[:-3], q.shape[-2], q.shape[-3])
 
 
 def empty_grads(
@@ -56,7 +66,7 @@ def fill_padding(out: torch.Tensor | None, lse: torch.Tensor) -> None:
 
 def padding_out(problem: Problem, q: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
     """The forward of such rows alone."""
-    out, lse = empty_out(problem, q)
+    out, lse = empty_out(q, problem.headdim_v)
     fill_padding(out, lse)
     return out, lse
 

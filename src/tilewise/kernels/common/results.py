@@ -11,7 +11,7 @@ import torch
 
 from ...problem import Between, Extras, Grads, Problem, Saved
 from ...tuning.select import overrides
-from .operand import Operand, names_of, operand_of
+from .operand import names_of, operand_of
 from .outputs import empty_grads, empty_out
 from .program import Mark, Planned, Program
 from .quantized import Quantized
@@ -62,17 +62,10 @@ def backward_of(plan: Callable[..., Program]) -> Callable[..., Grads]:
     return gradients
 
 
-def outputs_of(problem: Problem, q: Any) -> list[Any]:
-    """`out` and `lse`, as operands."""
-    named = zip(("out", "lse"), empty_out(problem, q.new("meta")))
+def outputs_of(problem: Problem, q: Any, dtype: torch.dtype | None = None) -> list[Any]:
+    """`out`, in the dtype of q or in `dtype`, and `lse`, as operands."""
+    named = zip(("out", "lse"), empty_out(q.new("meta"), problem.headdim_v, dtype))
     return [operand_of(name, x, q.device) for name, x in named]
-
-
-def fp8_outputs_of(problem: Problem, q: Any, dtype: torch.dtype) -> tuple[Operand, Operand]:
-    """`out` in this dtype, and `lse`, as operands."""
-    batch, seqlen_q, nheads, _ = q.shape
-    out = Operand("out", (batch, seqlen_q, nheads, problem.headdim_v), dtype, q.device)
-    return out, Operand("lse", (batch, nheads, seqlen_q), torch.float32, q.device)
 
 
 def names_with(fields: tuple[str, ...], extras: Extras) -> tuple[str, ...]:

@@ -86,7 +86,7 @@ def forward(
     is_causal = flash.whole_mask(problem, q, k=k, scalars=scalars)
     if is_causal is not None:
         return flash.whole(is_causal, scalars.scale)(q, k, v, extras)
-    out, lse = empty_out(problem, q)
+    out, lse = empty_out(q, problem.headdim_v)
     for row, used in _batch_rows(q, k, seqused_k=extras.seqused_k):
         dense = make_dense(
             problem, q, k=k, v=v, extras=extras, scalars=scalars, row=row, used=used, first=first

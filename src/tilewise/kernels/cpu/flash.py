@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 
 from ...problem import OPEN, Extras, Grads, Problem, Saved, Scalars
+from ..common.outputs import empty_out
 from . import blockwise
 from .dense import Dense
 from .softmax import add_gradient, finish_rows, merge
@@ -111,9 +112,8 @@ def _with_rows(x: Tensor) -> Tensor:
 
 def _exactly(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float):
     """Attends tile by tile."""
-    batch, nheads, seqlen_q, headdim = q.shape
-    out = q.new_empty(batch, seqlen_q, nheads, headdim).transpose(1, 2)
-    lse = q.new_empty(batch, nheads, seqlen_q, dtype=torch.promote_types(q.dtype, torch.float32))
+    out, lse = empty_out(q.transpose(1, 2), q.shape[3])
+    out = out.transpose(1, 2)
     right = 0 if is_causal else OPEN
     blockwise.forward(Dense(q, k, v, Scalars(scale, right=right)), out, lse=lse)
     return out, lse

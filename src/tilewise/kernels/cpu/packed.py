@@ -19,7 +19,7 @@ def forward(
     attend: Callable, problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Extras, scalars
 ) -> tuple[Tensor, Tensor]:
     """`out` and `lse` of packed sequences, by `attend` of one."""
-    out, lse = empty_out(problem, q)
+    out, lse = empty_out(q, problem.headdim_v)
     out.zero_(), lse.fill_(-torch.inf)  # rows that are not used
     alone = as_one(problem)
     for i, (queries, keys, of_one) in enumerate(sequences(extras)):

@@ -17,7 +17,7 @@ from ...tile.types import Strided
 from ...tuning.select import architecture
 from ..common.arguments import strided
 from ..common.program import Program
-from ..common.results import FP8_FORWARD, fp8_forward_of, fp8_outputs_of, names_with
+from ..common.results import FP8_FORWARD, fp8_forward_of, names_with, outputs_of
 from ..common.workspace import Workspace
 from .fp8_fwd import OfHead, Quantization, fp8_fwd_kernel
 from .launch import plan_tiles
@@ -44,7 +44,7 @@ def fp8_program(
     """The one launch, of operands; on a GPU of `arch` if that is given."""
     extras = Extras(**{name: tensors[name] for name in Extras._fields})
     q = tensors["q"]
-    out, lse = fp8_outputs_of(problem, q, out_dtype)
+    out, lse = outputs_of(problem, q, out_dtype)
     if not has_product(arch or architecture(q.device)):
         tensors |= {name: tensors[name].view(torch.uint8) for name in ("q", "k", "v_t")}
     plan = plan_fp8(problem, scalars, tensors | dict(out=out, lse=lse), extras, arch)

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from ...problem import Problem
-from ..common.cached import Cached, lse_shape
+from ..common.cached import Cached
 from ..common.decode_step import run
+from ..common.outputs import empty_out
 from ..common.piece_states import by_position, states_at
 from ..common.program import Launch
 from .decode_launch import launches_of
@@ -24,8 +25,7 @@ def fold_states(cached: Cached, states: Tensor, used: Tensor, turn: int) -> tupl
     q, headdim_v = cached.q, cached.v.shape[3]
     planes = by_position(states, q, headdim_v, turn)
     room = len(planes[0]) * cached.piece_size
-    out = q.new_empty((*q.shape[:-1], headdim_v))
-    lse = q.new_empty(lse_shape(q), dtype=torch.float32)
+    out, lse = empty_out(q, headdim_v)
     extras = cached.extras._replace(seqused_k=used, captured=planes)
     whole = cached._replace(extras=extras, mask="")
     run(whole, out, lse, functools.partial(launches_of_fold, room=room))

@@ -19,7 +19,7 @@ from ...common.arguments import aligned, features_of, numbers_of, optionals_of, 
 from ...common.building import num_sms
 from ...common.program import Program, Step, checked
 from ...common.quantized import COLUMNS, FP8, columns_of
-from ...common.results import FP8_FORWARD, fp8_forward_of, fp8_outputs_of, names_with
+from ...common.results import FP8_FORWARD, fp8_forward_of, names_with, outputs_of
 from ...common.workspace import Workspace
 from .. import assembly
 from ..descriptors import Plan, block_of, by_head, in_shared, of_queries, ragged_by_head
@@ -69,7 +69,7 @@ def fp8_program(
 ) -> Program:
     """The one launch, of operands, behind copies of those that TMA cannot read."""
     extras, q, k = Extras(**{x: operands[x] for x in Extras._fields}), operands["q"], operands["k"]
-    out, lse = fp8_outputs_of(problem, q, out_dtype)
+    out, lse = outputs_of(problem, q, out_dtype)
     names, work = names_with(FP8_FORWARD, extras), Workspace(q.device)
     steps: list[Any] = []
     if k.shape[1] == 0 and not problem.is_packed:
