@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from tilewise import dispatch
-from tilewise.cli.features import problems
+from tilewise.cli.info import problems
 from tilewise.errors import Slower
 from tilewise.testing import use_emulator, use_interpreter
 

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("rich")
 testing = pytest.importorskip("click.testing")
 
-from tilewise.cli import features, info, machine, tables  # noqa: E402
+from tilewise.cli import info, machine, tables  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -82,10 +82,10 @@ def test_a_refusal_of_one_feature_has_its_reason(monkeypatch):
         return "too wide" if problem.headdim > 256 else None
 
     monkeypatch.setattr(dispatch, "ask", ask)
-    found = {one.feature: one for one in features.served("cuda", torch.bfloat16)}
-    assert found["plain"] == ("plain", ["hopper", "portable"], {})
-    reason = {"hopper": "dropout is not served yet"}
-    assert found["dropout"] == ("dropout", ["portable"], reason)
+    found = {line.name: line for line in info.served("cuda", torch.bfloat16)}
+    assert found["plain"].value == "hopper, portable" and found["plain"].remedy == ""
+    assert found["dropout"].value == "portable"
+    assert found["dropout"].remedy == "hopper: dropout is not served yet"
     line = lines()["features for cpu tensors", "dropout"]
     assert line["value"] == "portable" and line["remedy"] == "hopper: dropout is not served yet"
     line = lines()["features for cpu tensors", "headdim 512"]
@@ -93,7 +93,7 @@ def test_a_refusal_of_one_feature_has_its_reason(monkeypatch):
 
 
 def test_each_feature_asks_for_something_of_its_own():
-    problems = features.problems(torch.bfloat16)
+    problems = info.problems(torch.bfloat16)
     assert len(set(problems.values())) == len(problems)
 
 
@@ -104,11 +104,13 @@ def test_every_problem_is_one_that_a_backend_answers(backend):
 
     pytest.importorskip("triton")
     with use_emulator(0) if backend == "hopper" else use_interpreter():
-        found = {one.feature: one.refusals for one in features.served("cpu", torch.bfloat16)}
+        found = {line.name: line.remedy for line in info.served("cpu", torch.bfloat16)}
     widest = {"hopper": "256", "portable": "512"}[backend]
-    assert not found["plain"] and widest in found["headdim 513"][backend]
-    assert ("headdim 512" in found) and (not found["headdim 512"]) == (backend == "portable")
-    assert ("float64" in found["float64"][backend]) and backend not in found["causal"]
+    assert not found["plain"] and f"{backend}: " in found["headdim 513"]
+    assert widest in found["headdim 513"].split(f"{backend}: ")[1]
+    assert (not found["headdim 512"]) == (backend == "portable")
+    assert "float64" in found["float64"].split(f"{backend}: ")[1]
+    assert backend not in found["causal"]
 
 
 @pytest.mark.parametrize(

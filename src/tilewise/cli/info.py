@@ -9,18 +9,24 @@ import os
 import platform
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
 from .machine import c_compiler, folder_size, gpu, python_headers, typical
 from .tables import NO, OK, console, table
 
+if TYPE_CHECKING:
+    import torch
+
+    from ..problem import Problem
+
 # Integrations that are registered by a call: package -> what then names tilewise.
 REGISTERED = {
     "transformers": "attn_implementation='tilewise'",
     "diffusers": "model.set_attention_backend('tilewise')",
 }
+FEATURES_FOR = "features for {} tensors"  # the name of a section
 
 
 class Line(NamedTuple):
@@ -101,27 +107,76 @@ def backends() -> list[Line]:
 
 def features() -> list[Line]:
     """Which of the usable backends serve each feature, best first, and why the others do not."""
-    from .features import served
-
     lines = []
     for device, dtype in devices().items():
-        section = f"features for {device} tensors"
-        for feature, serving, refusals in served(device, dtype):
-            reasons = "; ".join(f"{name}: {reason}" for name, reason in refusals.items())
-            mark = OK if serving else NO
-            lines.append(Line(section, feature, mark, ", ".join(serving) or "none", reasons))
-        lines.append(fp8(section, device))
+        lines += [*served(device, dtype), fp8(device)]
     return lines
 
 
-def fp8(section: str, device: str) -> Line:
+def served(device: str, dtype: torch.dtype) -> list[Line]:
+    """The features, but FP8, on a device. A backend that refuses the plain problem is left out: it
+    serves nothing there.
+    """
+    import torch
+
+    from .. import dispatch
+
+    cases, on = problems(dtype), torch.device(device)
+    usable = [name for name in dispatch.BACKENDS if dispatch.ask(name, cases["plain"], on) is None]
+    lines = []
+    for feature, problem in cases.items():
+        answers = {name: dispatch.ask(name, problem, on) for name in usable}
+        refusals = {name: reason for name, reason in answers.items() if reason is not None}
+        serving = ", ".join(name for name in usable if name not in refusals)
+        mark, reasons = OK if serving else NO, _said(refusals)
+        lines.append(Line(FEATURES_FOR.format(device), feature, mark, serving or "none", reasons))
+    return lines
+
+
+def problems(dtype: torch.dtype) -> dict[str, Problem]:
+    """A problem that asks for one feature, by the feature's name."""
+    import torch
+
+    from .. import mods
+    from ..features import FEATURES
+    from ..problem import Mods
+
+    plain = typical(dtype)
+    mask = Mods(mask=mods.causal().key)
+    blocks = mask._replace(block=(128, 128))
+    halved = mods.score(lambda score, b, h, q_idx, kv_idx: score / 2)
+    changes = {
+        "causal": dict(has_right=True),
+        "window": dict(has_left=True, has_right=True),
+        **{x.title: {x.flag: True} for x in FEATURES.values() if x.flag},
+        "mask_mod": dict(mods=mask),
+        "block_mask": dict(mods=blocks),
+        "block_mask, deterministic gradients": dict(mods=blocks, deterministic=True),
+        "score_mod": dict(mods=Mods(score=halved.key, derivative=halved.derivative.key)),
+        "bias": dict(has_bias=True),
+        "bias, its gradient": dict(has_bias=True, has_bias_grad=True),
+        "dropout": dict(has_dropout=True),
+        "float32": dict(dtype=torch.float32),
+        "float64": dict(dtype=torch.float64),
+        "headdim 32": dict(headdim=32, headdim_v=32),
+        "headdim 72": dict(headdim=72, headdim_v=72),
+        "headdim 100": dict(headdim=100, headdim_v=100),
+        "headdim 256": dict(headdim=256, headdim_v=256),
+        "headdim 512": dict(headdim=512, headdim_v=512),
+        "headdim 513": dict(headdim=513, headdim_v=513),
+        "headdim_v other than headdim": dict(headdim=192, headdim_v=128),
+    }
+    return {"plain": plain} | {name: plain._replace(**fields) for name, fields in changes.items()}
+
+
+def fp8(device: str) -> Line:
     """Which backend serves e4m3 q, k and v, and whether its products run in 8 bits."""
     import torch
 
     from .. import dispatch
 
     problem, on = typical(torch.float8_e4m3fn), torch.device(device)
-    reasons = {}
+    section, reasons = FEATURES_FOR.format(device), {}
     for name in dispatch.BACKENDS:
         reason = dispatch.ask_fp8(name, problem, on, torch.bfloat16)
         if reason is None:
@@ -134,8 +189,12 @@ def fp8(section: str, device: str) -> Line:
                 target = architecture(on)
             return Line(section, "FP8", mark=OK, value=f"{name}: {products_of(name, target)}")
         reasons[name] = reason
-    said = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-    return Line(section, "FP8", mark=NO, value="none", remedy=said)
+    return Line(section, "FP8", mark=NO, value="none", remedy=_said(reasons))
+
+
+def _said(refusals: dict[str, str]) -> str:
+    """Why backends do not serve a feature."""
+    return "; ".join(f"{name}: {reason}" for name, reason in refusals.items())
 
 
 def devices() -> dict:

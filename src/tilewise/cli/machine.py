@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import os
 import shutil
 import sysconfig
 from pathlib import Path
@@ -28,26 +28,17 @@ def typical(dtype, **asked):
     return describe(q, k, k, Extras(), scalars, "bottom_right", False)
 
 
-def chosen_backend(device: str, dtype) -> str:
-    """The name of the backend that serves a typical problem."""
-    import torch
-
-    from .. import dispatch
-
-    try:
-        return dispatch.choose(typical(dtype), torch.device(device)).NAME
-    except NotImplementedError:
-        return "none"
-
-
 def describe_machine(device: str) -> str:
     """One line: what runs this, on what."""
     import torch
 
-    from .. import __version__
+    from .. import __version__, dispatch
     from ..explain.machine import cpu_name, triton_version
 
-    backend = chosen_backend(device, torch.float32)
+    try:
+        backend = dispatch.choose(typical(torch.float32), torch.device(device)).NAME
+    except NotImplementedError:
+        backend = "none"
     name = torch.cuda.get_device_name(device) if device.startswith("cuda") else cpu_name()
     versions = f"tilewise {__version__}, torch {torch.__version__}, triton {triton_version()}"
     return f"{name} | backend: {backend} | {versions}"
@@ -55,8 +46,6 @@ def describe_machine(device: str) -> str:
 
 def c_compiler() -> Answer:
     """Triton compiles a small launcher in C at the first launch on a GPU."""
-    import os
-
     for name in filter(None, (os.environ.get("CC"), "gcc", "clang", "cc")):
         if path := shutil.which(name):
             return Answer(True, path)
@@ -72,17 +61,11 @@ def python_headers() -> Answer:
     return Answer(False, f"{header} is missing", remedy)
 
 
-@functools.cache
-def nvidia_smi_sees_a_gpu() -> bool:
-    """Whether the driver knows a GPU, whatever torch thinks."""
-    from ..explain.machine import driver_version
-
-    return driver_version() != "unknown"
-
-
 def gpu() -> Answer:
     """The GPU, or why torch has none."""
     import torch
+
+    from ..explain.machine import driver_version
 
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
@@ -92,7 +75,7 @@ def gpu() -> Answer:
             arch = properties.gcnArchName
         return Answer(True, f"{properties.name}, {arch}, {size:.0f} GiB")
     if torch.version.cuda is None and torch.version.hip is None:
-        if nvidia_smi_sees_a_gpu():
+        if driver_version() != "unknown":
             return Answer(
                 False,
                 "there is one, but this torch is a CPU build",
