@@ -34,7 +34,7 @@ def fake_launches(monkeypatch):
     through = functools.partial(direct.Direct, launcher=None)
     monkeypatch.setattr(program, "past_triton", through)
     monkeypatch.setattr(launch, "Direct", Quick)
-    monkeypatch.setattr(tile_counter, "counter", lambda *of: tiles)
+    monkeypatch.setattr(tile_counter, "counters", lambda *of, count: tiles)
     return tiles
 
 

@@ -144,7 +144,7 @@ def test_unused_keys_of_a_batch(memory, causal):
 def one_counter(monkeypatch):
     """A counter that outlives its launch, as on a GPU."""
     counter = torch.zeros(1, dtype=torch.int32)
-    monkeypatch.setattr(tile_counter, "counter", lambda *of: counter)
+    monkeypatch.setattr(tile_counter, "counters", lambda *of, count: counter)
     return counter
 
 

@@ -35,7 +35,6 @@ def cuda(monkeypatch):
         return zeros(*shape, **options)
 
     monkeypatch.setattr(tile_counter, "_counters", {})
-    monkeypatch.setattr(tile_counter, "_many", {})
     monkeypatch.setattr(kept, "_kept", [])
     monkeypatch.setattr(tile_counter, "_captured", tile_counter.Captured())
     monkeypatch.setattr(tile_counter, "capture_of", state.number_of)
@@ -55,7 +54,7 @@ def cuda(monkeypatch):
 
 def counter_of_stream():
     """The counter of a launch on the current stream."""
-    return tile_counter.counter(META, 0, torch._C._cuda_getCurrentRawStream(0))
+    return counters_of(1)
 
 
 def counters_of(count):

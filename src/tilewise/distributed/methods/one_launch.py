@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...kernels.common.outputs import empty_out
 from ...ops.calls import layout_key
 from ...problem import OPEN, Problem, Scalars
 from ..layouts.layout import Layout
@@ -186,7 +185,8 @@ def _attend_by_groups(
         pulled = keys_in(arena, plan, dtype=q.dtype)
         if plan.hidden:
             clear_hidden(pulled, plan.hidden)
-    out, lse = empty_out(q, pulled[-1].shape[-1])
+    out = q.new_empty((*q.shape[:3], pulled[-1].shape[-1]))
+    lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
     whole = q, pulled[0], pulled[-1], *spec.extras[:2], arena.words, out, lse
     begins = [0 if x is None else x.data_ptr() for x in whole]
     arena.meet(plan.signature)  # others have come meanwhile

@@ -9,9 +9,7 @@ API, cuStreamWriteValue32). A kernel that writes it would need an SM, which all 
 from __future__ import annotations
 
 import ctypes
-import functools
 import struct
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -55,8 +53,27 @@ class Driver:
     """
 
     def __init__(self) -> None:
-        self.write = _writer()  # to an address, a number of 32 bits
-        self.copy = _copier()  # to and from addresses, bytes of a row; `rows`, `pitch`, `step`
+        self._write = _driver(WRITE[0], (ctypes.c_void_p, *WRITE[1]))
+        self._copy, self._copy_rows = (
+            _driver(name, (*types, ctypes.c_void_p)) for name, types in (COPY, COPY_ROWS)
+        )
+
+    def write(self, stream: int, address: int, number: int) -> None:
+        """Writes a number of 32 bits to an address."""
+        if status := self._write(stream, address, number, 0):  # 0: behind a fence
+            raise RuntimeError(f"{WRITE[0]}: CUDA error {status}")
+
+    def copy(
+        self, stream: int, to: int, source: int, nbytes: int, rows: int, pitch: int, step: int
+    ) -> None:
+        """Copies so many bytes of each of the rows, from an address to another."""
+        if rows == 1:
+            status = self._copy(to, source, nbytes, stream)
+        else:
+            places = (0, 0, UNIFIED, 0, source, 0, pitch, 0, 0, UNIFIED, 0, to, 0, step)
+            status = self._copy_rows(ROWS.pack(*places, nbytes, rows), stream)
+        if status:
+            raise RuntimeError(f"{COPY[0]}: CUDA error {status}")
 
 
 def driver_of(words: Tensor) -> Driver | None:
@@ -81,37 +98,6 @@ def driver_of(words: Tensor) -> Driver | None:
             "pulled, which costs the host more, and attention begins when all keys have arrived"
         )
         return None
-
-
-@functools.cache
-def _writer() -> Callable[[int, int, int], None]:
-    """Loads cuStreamWriteValue32."""
-    call = _driver(WRITE[0], (ctypes.c_void_p, *WRITE[1]))
-
-    def write(stream: int, address: int, number: int) -> None:
-        if status := call(stream, address, number, 0):  # 0: behind a fence
-            raise RuntimeError(f"{WRITE[0]}: CUDA error {status}")
-
-    return write
-
-
-@functools.cache
-def _copier() -> Callable[..., None]:
-    """Loads cuMemcpyDtoDAsync, and the same of several rows."""
-    call, of_rows = (_driver(name, (*x, ctypes.c_void_p)) for name, x in (COPY, COPY_ROWS))
-
-    def copy(
-        stream: int, to: int, source: int, nbytes: int, rows: int, pitch: int, step: int
-    ) -> None:
-        if rows == 1:
-            status = call(to, source, nbytes, stream)
-        else:
-            places = (0, 0, UNIFIED, 0, source, 0, pitch, 0, 0, UNIFIED, 0, to, 0, step)
-            status = of_rows(ROWS.pack(*places, nbytes, rows), stream)
-        if status:
-            raise RuntimeError(f"{COPY[0]}: CUDA error {status}")
-
-    return copy
 
 
 def _driver(name: str, types: tuple[Any, ...]) -> Any:

@@ -24,7 +24,7 @@ def empty_out(
     q: torch.Tensor, headdim_v: int, dtype: torch.dtype | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`out` (batch, seqlen_q, nheads, headdim_v), in the dtype of q or in `dtype`, and `lse`."""
-    return q.new_empty((*q.shape[:-1], headdim_v), dtype=dtype), empty_lse(q)
+    return q.new_empty((*q.shape[:-1], headdim_v), dtype=dtype or q.dtype), empty_lse(q)
 
 
 def empty_lse(q: torch.Tensor) -> torch.Tensor:

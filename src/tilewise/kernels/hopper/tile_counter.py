@@ -22,34 +22,15 @@ Tensor = torch.Tensor
 RESERVED = 2**18  # counters set aside at a time for captured graphs: 1 MB
 LINE = 32  # of a line of the L2 cache: no two graphs count in one
 
-_counters: dict[tuple[int, int], Tensor] = {}
+# By device, stream, and whether there is one alone: a launch of many may begin beside one of one
+_counters: dict[tuple[int, int, bool], Tensor] = {}
+# Zeros that were made on another library's stream, until its next launch has others
+_last: dict[tuple[int, int, bool], Tensor] = {}
 
 
 def tile_counter() -> Provided:
     """The counter of tiles as a plan has it: the program gets that of its device and stream."""
-    return Provided("tile_counter", counter)
-
-
-def counter(device: torch.device, index: int | None, stream: int) -> Tensor:
-    """The counter that hands out tiles: 0 before and after every launch.
-
-    Launches of one stream follow each other and share it. A captured graph, which may be replayed
-    beside them, gets one of its own.
-    """
-    if index is None:  # of a CPU
-        return torch.zeros(1, dtype=torch.int32)
-    if torch._C._cuda_isCurrentStreamCapturing():
-        return _captured.counters(device, index, stream, 1)
-    key = index, stream
-    if key not in _counters:  # those of torch's streams alone are in it
-        if is_external(index, stream):
-            return _zeros_of_launch(1, device, key=key)
-        _counters[key] = kept_zeros(1, device, index=index)
-        _captured.reserve(device, index)
-    return _counters[key]
-
-
-_many: dict[tuple[int, int], Tensor] = {}
+    return Provided("tile_counter", functools.partial(counters, count=1))
 
 
 def tile_counters(count: int) -> Provided:
@@ -60,32 +41,29 @@ def tile_counters(count: int) -> Provided:
 
 
 def counters(device: torch.device, index: int | None, stream: int, count: int) -> Tensor:
-    """Counters, at least `count`, each as of `counter`: 0 before and after every launch."""
+    """At least `count` counters that hand out tiles: 0 before and after every launch.
+
+    Launches of one stream follow each other and share them. A captured graph, which may be replayed
+    beside them, gets some of its own.
+    """
     if index is None:  # of a CPU
         return torch.zeros(count, dtype=torch.int32)
     if torch._C._cuda_isCurrentStreamCapturing():
         return _captured.counters(device, index, stream, count)
-    key = index, stream
-    if key not in _many or _many[key].numel() < count:
-        if is_external(index, stream):
-            return _zeros_of_launch(count, device, key=key)
-        _many[key] = kept_zeros(max(2 * count, 4096), device, index=index)
+    key = index, stream, count == 1
+    if key not in _counters or _counters[key].numel() < count:
+        if is_external(index, stream):  # `_counters` has those of torch's streams alone
+            _last[key] = torch.zeros(count, dtype=torch.int32, device=device)
+            return _last[key]
+        room = 1 if count == 1 else max(2 * count, 4096)
+        _counters[key] = kept_zeros(room, device, index=index)
         _captured.reserve(device, index)
-    return _many[key]
+    return _counters[key]
 
 
 def is_external(index: int, stream: int) -> bool:
     """Whether the current stream is another library's: torch numbers those by their handles."""
     return stream != 0 and torch._C._cuda_getCurrentStream(index)[0] == stream
-
-
-_last: dict[tuple[int, int], Tensor] = {}
-
-
-def _zeros_of_launch(count: int, device: torch.device, key: tuple[int, int]) -> Tensor:
-    """Zeros that are made on the stream, and kept until its next launch has others."""
-    _last[key] = torch.zeros(count, dtype=torch.int32, device=device)
-    return _last[key]
 
 
 def kept_zeros(count: int, device: torch.device, index: int) -> Tensor:
