@@ -45,19 +45,12 @@ def within_chunk(numbers: Numbers, chunk: int) -> Numbers:
     return numbers._replace(window=(left, right))
 
 
-def chunk_of_cache(chunk: int) -> FlatMods:
-    """The mask of chunks for a KV cache, whose queries are the last keys, in place of a `mask_mod`,
-    which a compiler would trace.
-    """
-    return _modifiers(chunk, None)
-
-
 def chunk_of_batch(chunk: int, q: Tensor, k: Tensor) -> FlatMods:
     """The mask of chunks for (batch, seqlen, nheads, headdim)."""
     if not chunk or q.shape[1] == k.shape[1]:
-        return _modifiers(chunk, None)
+        return mask_of_chunks(chunk)
     diagonal = q.new_full((q.shape[0],), k.shape[1] - q.shape[1], dtype=torch.int32)
-    return _modifiers(chunk, diagonal)
+    return mask_of_chunks(chunk, diagonal)
 
 
 def chunk_of_packed(chunk: int, extras: Extras) -> FlatMods:
@@ -69,7 +62,7 @@ def chunk_of_packed(chunk: int, extras: Extras) -> FlatMods:
     if starts_q is None or starts_k is None:
         return NO_MODIFIERS
     if not chunk or (starts_q is starts_k and used_q is used_k):
-        return _modifiers(chunk, None)
+        return mask_of_chunks(chunk)
     lengths = used_k, used_q, starts_q, starts_k
     there = [x for x in lengths if x is not None]
     if any(not isinstance(x, Tensor) or x.dim() != 1 for x in there):
@@ -78,11 +71,14 @@ def chunk_of_packed(chunk: int, extras: Extras) -> FlatMods:
     queries = starts_q.diff() if used_q is None else used_q
     if keys.shape != queries.shape or keys.device != queries.device:
         return NO_MODIFIERS
-    return _modifiers(chunk, keys - queries)
+    return mask_of_chunks(chunk, keys - queries)
 
 
-def _modifiers(chunk: int, diagonal: Tensor | None) -> FlatMods:
-    """`diagonal` is the key on the diagonal of query 0 of each sequence, where that is not 0."""
+def mask_of_chunks(chunk: int, diagonal: Tensor | None = None) -> FlatMods:
+    """The mask of chunks, in place of a `mask_mod`, which a compiler would trace. `diagonal` is the
+    key on the diagonal of query 0 of each sequence, where that is not 0; nor is it given for a KV
+    cache, whose queries are the last keys.
+    """
     if not chunk:
         return NO_MODIFIERS
     captured = () if diagonal is None else (diagonal,)

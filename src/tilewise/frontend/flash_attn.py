@@ -21,7 +21,7 @@ from . import fp8, paths
 from .attention import attention
 from .call import call, launch
 from .checks import check_form, check_rank, in_order, with_contiguous_rows
-from .chunks import check_chunk, chunk_of_batch, chunk_of_cache, chunk_of_packed, within_chunk
+from .chunks import check_chunk, chunk_of_batch, chunk_of_packed, mask_of_chunks, within_chunk
 from .compiled import fits_node, has_node
 from .paths import ONE_BYTE
 from .scalars import Numbers, Window, as_bound, check_bounds, check_flag, check_size, is_long
@@ -305,7 +305,7 @@ def _attend(
             deterministic=deterministic,
             k_descale=scales.k,
             v_descale=scales.v,
-            mask_mod=chunk_of_cache(chunk) if chunk else None,
+            mask_mod=mask_of_chunks(chunk) if chunk else None,
         )
     if shards.contexts and shards.is_sharded() and extras.cu_seqlens_q is None:
         if chunk:

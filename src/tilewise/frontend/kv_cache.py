@@ -26,7 +26,7 @@ from . import invariance, new_keys, paths, values
 from .cache_arguments import check_kinds, check_memory, lengths_after, lengths_before
 from .cached import attend_cached, check_cached, check_outputs, launch_step
 from .checks import check_form, with_contiguous_rows
-from .chunks import check_chunk, chunk_of_cache, within_chunk
+from .chunks import check_chunk, mask_of_chunks, within_chunk
 from .compiled import fits_node, has_node
 from .flash_attn import check_hints
 from .scalars import Numbers, Window, check_bounds, check_flag, longest_of, step_bound
@@ -231,7 +231,7 @@ def flash_attn_with_kvcache(
     cached = cached._replace(k_descale=k_descale, v_descale=v_descale)
     cached = cached._replace(entry=None if has_new or chunk else entry)
     rows = None if cache_batch_idx is None else place
-    mask = chunk_of_cache(chunk) if chunk else None
+    mask = mask_of_chunks(chunk) if chunk else None
     if k is not None:
         arguments |= dict(q=q, k=k, v=v, rotary_interleaved=rotary_interleaved, causal=causal)
         arguments |= dict(before=before, table=table, rows=rows, is_at_first=window == (-1, -1))

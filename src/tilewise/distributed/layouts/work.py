@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from ...frontend.scalars import Window, band, check_causal
@@ -66,14 +66,22 @@ def keys_of(spans: Sequence[Span], band: Band) -> list[Run]:
     >>> keys_of([Span(0, 6, 8, 0, 9), Span(2, 2, 3, 0, 9)], Band(left=1, right=0))
     [(1, 3), (5, 8)]
     """
-    runs: list[Run] = []
-    for span in sorted(spans, key=lambda x: x.start):
-        start, stop = keys_of_span(span, band)
-        if runs and start <= runs[-1][1]:
-            runs[-1] = runs[-1][0], max(runs[-1][1], stop)
+    return joined(keys_of_span(span, band) for span in spans)
+
+
+def joined(runs: Iterable[Run]) -> list[Run]:
+    """Joins runs that touch or overlap, and leaves out empty ones.
+
+    >>> joined([(4, 6), (0, 2), (2, 3), (5, 9), (7, 7)])
+    [(0, 3), (4, 9)]
+    """
+    longer: list[Run] = []
+    for start, stop in sorted(x for x in runs if x[0] < x[1]):
+        if longer and start <= longer[-1][1]:
+            longer[-1] = longer[-1][0], max(longer[-1][1], stop)
         else:
-            runs.append((start, stop))
-    return runs
+            longer.append((start, stop))
+    return longer
 
 
 def keys_of_span(span: Span, band: Band) -> Run:

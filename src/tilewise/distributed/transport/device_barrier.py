@@ -51,11 +51,6 @@ class DeviceBarrier:
         self.sources: dict[int, tuple[int, ...]] = {}  # by barriers, the ranks of a call's pieces
 
     @property
-    def lost(self) -> str | None:
-        """Why no further call can be made."""
-        return self.host.lost
-
-    @property
     def nanoseconds(self) -> int:
         """How long anything on the device waits."""
         return int(self.timeout.total_seconds() * 1e9)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+from ..layouts.work import joined
+
 Bytes = tuple[int, int]  # [start, stop) of a half
 
 
@@ -87,18 +89,3 @@ class Nodes:
             for start, stop in joined(wanted(owner, self.mine))
         ]
         return Traffic(sends, receives, is_in_place=is_in_place)
-
-
-def joined(runs: Iterable[Bytes]) -> list[Bytes]:
-    """Joins runs that touch or overlap, and leaves out empty ones.
-
-    >>> joined([(4, 6), (0, 2), (2, 3), (5, 9), (7, 7)])
-    [(0, 3), (4, 9)]
-    """
-    longer: list[Bytes] = []
-    for start, stop in sorted(x for x in runs if x[0] < x[1]):
-        if longer and start <= longer[-1][1]:
-            longer[-1] = longer[-1][0], max(longer[-1][1], stop)
-        else:
-            longer.append((start, stop))
-    return longer

@@ -20,12 +20,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from ...frontend.flash_attn import flash_attn_func, flash_attn_varlen_func
 from ...frontend.kv_cache import flash_attn_with_kvcache
 
-_twins: dict[str, str] = {}  # of our names
-
-
-def twin_of(name: str) -> str:
-    """The name of flash attention over our functions; "2" says which version's arguments."""
-    return f"{name}_flash_2"
+# Of our names, those of flash attention over our functions; "2" says which version's arguments
+_twins: dict[str, str] = {}
 
 
 def register(name: str) -> None:
@@ -43,7 +39,7 @@ def register(name: str) -> None:
     if not _twins:
         flash._lazy_imports = _with_ours(flash._lazy_imports)
         manager.switch_to_cb_friendly_attn = _switch_or(manager.switch_to_cb_friendly_attn)
-    _twins[name] = twin_of(name)
+    _twins[name] = f"{name}_flash_2"
     AttentionInterface.register(_twins[name], flash_attention_forward)
     mask = ALL_MASK_ATTENTION_FUNCTIONS["flash_attention_2"]
     AttentionMaskInterface.register(_twins[name], mask)

@@ -82,7 +82,9 @@ class Operand(Gap):
     ) -> None:
         super().__init__(name)
         self.shape, self.dtype, self.device = torch.Size(shape), dtype, device
-        self.strides = dense(shape) if strides is None else strides
+        if strides is None:
+            strides = torch.empty(self.shape, device="meta").stride()
+        self.strides = strides
         self.address = address  # modulo ALIGNMENT
         self.is_copied = is_copied  # whether each call makes it contiguous before the launches
         self.is_cleared = is_cleared  # whether the program makes it of zeros
@@ -147,8 +149,7 @@ class Operand(Gap):
 
     def is_contiguous(self) -> bool:
         """Whether its elements lie in order without gaps."""
-        dimensions = zip(self.shape, self.strides, dense(self.shape))
-        return self.numel() == 0 or all(n == 1 or step == due for n, step, due in dimensions)
+        return self.new("meta").is_contiguous()
 
     def contiguous(self) -> Operand:
         """Itself, or its copy, which the program makes at every call."""
@@ -161,15 +162,6 @@ class Operand(Gap):
         where = self.device if device is None else device
         tensor = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=where)
         return tensor.zero_() if self.is_cleared else tensor
-
-
-def dense(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor."""
-    strides, step = [], 1
-    for n in reversed(shape):
-        strides.append(step)
-        step *= max(n, 1)
-    return tuple(reversed(strides))
 
 
 def operand_of(

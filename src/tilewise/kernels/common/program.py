@@ -277,7 +277,9 @@ class Program:
                 again.append(step)
                 continue
             kernel = next(compiled)
-            self.needs_scratch |= asks_for_memory(kernel)
+            # For descriptors that a kernel makes, Triton's launcher allocates memory
+            metadata = getattr(kernel, "metadata", None)
+            self.needs_scratch |= bool(getattr(metadata, "global_scratch_size", 1))
             if (relaunch := step.relaunch_of(kernel, values)) is None:
                 return
             again.append(relaunch)
@@ -327,11 +329,6 @@ class Planned:
         if program is None or overrides or program.needs_scratch or not program.takes_addresses:
             return False
         return program.again_at(row)
-
-
-def asks_for_memory(compiled: Any) -> bool:
-    """Whether a kernel makes descriptors, for which Triton's launcher allocates memory."""
-    return bool(getattr(getattr(compiled, "metadata", None), "global_scratch_size", 1))
 
 
 def fake_args(launch: Launch) -> list[Any]:

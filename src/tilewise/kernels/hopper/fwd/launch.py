@@ -126,7 +126,8 @@ def steps_of(
         k, v = k.view(torch.int8), v.view(torch.int8)
     args = arguments(problem, plan, q, k, v, out, lse, in_pairs(extras, plan), scalars, cache.pages)
     if plan.tile.CACHE:
-        args = of_eight_bits(args, cache.scales)
+        args = {name: x for name, x in args.items() if name not in ("v_step", "bias_desc")}
+        args["optionals"] = args["optionals"]._replace(scales=cache.scales)
     if cache.counter is not None:
         args["queue"] = args["queue"]._replace(counter=cache.counter)
     if cache.parts > 1:
@@ -136,12 +137,6 @@ def steps_of(
     # Of calls without decodes no kernel waits for the one before, which may write what it reads
     is_early = plan.features.CHUNK > 0
     return [*readable.steps, launch_of(plan, args, launch_pdl=is_early)]
-
-
-def of_eight_bits(args: dict[str, Any], scales: Scales | None) -> dict[str, Any]:
-    """The arguments of the kernel for a cache of 8 bits."""
-    args = {name: x for name, x in args.items() if name not in ("v_step", "bias_desc")}
-    return args | dict(optionals=args["optionals"]._replace(scales=scales))
 
 
 class ForwardLaunch(Launch):
