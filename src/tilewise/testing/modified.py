@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from ..mods import causal, document, maximum, minimum, prefix_lm
+from ..sparse import create_block_mask
 from .cases import Features, Sizes
 
 
@@ -19,8 +21,6 @@ def modifiers(
     learned: torch.Tensor | None = None,
 ) -> dict[str, Any]:
     """The arguments that modify scores; `learned` is a captured tensor that wants a gradient."""
-    from ..sparse import create_block_mask
-
     arguments = {}
     if learned is not None:
         arguments["score_mod"] = LEARNED[features.score](learned)
@@ -40,25 +40,11 @@ def modifiers(
     return arguments
 
 
-def _causal(sizes: Sizes, device) -> Callable:
-    from ..mods import causal
-
-    return causal(sizes.seqlen_k - sizes.seqlen_q)
-
-
 def _documents(sizes: Sizes, device) -> Callable:
     """Documents of uneven lengths, others in each row of the batch."""
-    from ..mods import document
-
     longest = max(sizes.seqlen_q, sizes.seqlen_k)
     numbers = torch.arange(longest, device=device) // torch.tensor([[29], [50]], device=device)
     return document(numbers[torch.arange(sizes.batch) % 2].int())
-
-
-def _prefix(sizes: Sizes, device) -> Callable:
-    from ..mods import prefix_lm
-
-    return prefix_lm(20)
 
 
 def _by_head(sizes: Sizes, device) -> Callable:
@@ -72,9 +58,9 @@ def _holes(sizes: Sizes, device) -> Callable:
 
 
 MASKS: dict[str, Callable] = {
-    "causal": _causal,
+    "causal": lambda sizes, device: causal(sizes.seqlen_k - sizes.seqlen_q),
     "documents": _documents,
-    "prefix": _prefix,
+    "prefix": lambda sizes, device: prefix_lm(20),
     "by-head": _by_head,
     "holes": _holes,
 }
@@ -96,8 +82,6 @@ def _distances(sizes: Sizes, device) -> torch.Tensor:
 
 
 def _relative(table: torch.Tensor) -> Callable:
-    from ..mods import maximum, minimum
-
     def relative(score, b, h, q_idx, kv_idx):
         return score + table[h, minimum(maximum(kv_idx - q_idx + 16, 0), 32)]
 
