@@ -137,7 +137,7 @@ def test_triton_is_imported_where_kernels_are():
         *("kernels/portable/", "kernels/hopper/", "kernels/common/direct", "kernels/common/io"),
         *("kernels/common/keys", "kernels/common/triton_key"),
         *("kernels/common/building", "kernels/common/bwd_", "kernels/common/program"),
-        *("mods/codegen.py", "tile/", "testing/", "tuning/search.py", "explain/workload.py"),
+        *("mods/codegen.py", "tile/", "testing/", "explain/sweep.py"),
     )
     for name in FILES:
         if "triton" in packages(tree_of(name).body):

@@ -219,7 +219,7 @@ def test_where_there_is_no_file_there_are_no_rows(folder, monkeypatch, cache):
 
 
 def test_every_row_that_is_shipped_or_tried_can_be_kept(folder):
-    from tilewise.tuning.search import candidates
+    from tilewise.explain.sweep import candidates
 
     rows = list(TABLE.items())
     for kernel in store.PORTABLE:
@@ -240,15 +240,14 @@ def test_every_row_that_is_shipped_or_tried_can_be_kept(folder):
 
 
 def test_tune_says_where_nothing_can_be_written(folder, monkeypatch):
-    from tilewise.explain import workload
-    from tilewise.tuning.search import Found
+    from tilewise.explain import sweep
 
     (folder / "a file").write_text("")
     monkeypatch.setenv("TILEWISE_CACHE", str(folder / "a file"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    found = Found(KEY, MINE, 1.0, 2.0)
-    monkeypatch.setattr(workload, "sweep", lambda device, **options: [found])
+    found = sweep.Found(KEY, MINE, 1.0, 2.0)
+    monkeypatch.setattr(sweep, "sweep", lambda device, **options: [found])
     ran = CliRunner().invoke(tune, ["--headdim", "64"])
     assert ran.exit_code == 1
     assert str(folder / "a file") in ran.output and "TILEWISE_CACHE" in ran.output

@@ -32,7 +32,7 @@ def tune(headdim: tuple[int, ...], dtype: str, seqlen: int, dry_run: bool, as_js
     if not torch.cuda.is_available():
         click.echo("tilewise tune: no CUDA or ROCm GPU here, so there is nothing to time", err=True)
         raise SystemExit(Exit.NO_GPU)
-    from ..explain.workload import sweep
+    from ..explain.sweep import sweep
     from ..tuning.select import add_measured
 
     device = torch.device("cuda", torch.cuda.current_device())

@@ -9,24 +9,23 @@ pytest.importorskip("triton")
 
 
 def test_every_kernel_is_swept(monkeypatch):
-    from tilewise.explain.workload import sweep
-    from tilewise.tuning import search
+    from tilewise.explain import sweep
 
     measured = []
 
-    def measure(plan, configs, features):
-        measured.append((plan.name, len(configs), features is not None))
+    def measure(plan, configs):
+        measured.append((plan.name, len(configs)))
         return {config: float(-place) for place, config in enumerate(configs)}
 
-    monkeypatch.setattr(search, "measure", measure)
-    monkeypatch.setattr("tilewise.explain.workload.TOKENS", 16)
-    monkeypatch.setattr("tilewise.explain.workload.HIDDEN", 16)
+    monkeypatch.setattr(sweep, "measure", measure)
+    monkeypatch.setattr(sweep, "TOKENS", 16)
+    monkeypatch.setattr(sweep, "HIDDEN", 16)
     sizes = dict(headdim=16, dtype=torch.float32, is_causal=True, seqlen=16)
     with use_interpreter():
-        best = list(sweep(torch.device("cpu"), **sizes))
-    names = [name for name, _, _ in measured]
+        best = list(sweep.sweep(torch.device("cpu"), **sizes))
+    names = [name for name, _ in measured]
     assert names == ["fwd", "bwd_dkdv", "bwd_dq"] == [one.key.kernel for one in best]
-    assert all(count > 8 and has_features for _, count, has_features in measured)
+    assert all(count > 8 for _, count in measured)
     assert all(one.ms < one.ms_before == 0 for one in best)
     assert {one.key.is_causal for one in best} == {True}
-    assert best[0].config in search.candidates("fwd", 32, 16)
+    assert best[0].config in sweep.candidates("fwd", 32, 16)
