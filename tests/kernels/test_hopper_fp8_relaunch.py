@@ -54,8 +54,14 @@ def numbers_again(launched, front):
 
 def test_values_that_the_kernel_transposes(launched, monkeypatch):
     """Each call's V, a V^T of its own, and the words that its programs share."""
-    words, counts = torch.zeros(128, dtype=torch.int32), []
-    monkeypatch.setattr(tile_counter, "counters", lambda *of, count: counts.append(count) or words)
+    words, tiles = (torch.zeros(n, dtype=torch.int32) for n in (128, 1))
+    counts = []
+
+    def counters(*of, count):
+        counts.append(count)
+        return tiles if count == 1 else words
+
+    monkeypatch.setattr(tile_counter, "counters", counters)
     calls = [fp8.normal_call([128], [200], HEADS, seed=seed) for seed in range(3)]
     scalars = Scalars(128**-0.5, 0.0, -1, -1)
     problem = fp8.problem_of(calls[0], scalars)
@@ -63,7 +69,7 @@ def test_values_that_the_kernel_transposes(launched, monkeypatch):
     for call in calls:
         forward(call.quantized._replace(v_t=call.v), call.extras)
     again = numbers_again(launched, front=1)
-    assert len(again) == 2 and counts == [transpose.READY + 2 * 2] * 3
+    assert len(again) == 2 and counts == [1, transpose.READY + 2 * 2] * 3
     for call, numbers in zip(calls[1:], again):
         at_k, at_values = (numbers.index(x.data_ptr()) for x in (call.quantized.k, call.v))
         q, v_t = numbers[0], numbers[at_k + 9]

@@ -84,7 +84,7 @@ def call(backend, extras, batch=1, causal=False, deterministic=False):
     context, counter = use_interpreter(), torch.zeros(1, dtype=torch.int32)
     if backend == "hopper":
         forward, backward, context = hopper, hopper_backward, use_emulator(1)
-    counters = mock.patch.object(tile_counter, "counter", lambda *_: counter)
+    counters = mock.patch.object(tile_counter, "counters", lambda *_, count: counter)
     with context, poisoned(), counters:
         out, lse = forward.prepare(problem, scalars, q, k)(q, k, v, extras)
         assert counter.item() == 0
