@@ -28,7 +28,7 @@ from .frontend.checks import FLOATS, check_kind, in_order, sizes_of
 from .frontend.scalars import Numbers, Window, as_int, check_flag
 from .frontend.values import check_values
 from .kernels.common.cached import Cached, lse_by_query
-from .kernels.common.outputs import lse_shape
+from .kernels.common.outputs import empty_lse
 from .keywords import refuses_others, unexpected
 from .mods import masks, scores
 from .mods.block_mask import BlockMask
@@ -169,8 +169,7 @@ def _attend_cached(
     q, extras, table = cached.q, cached.extras, cached.page_table
     cu_seqlens_q = extras.cu_seqlens_q
     out = q.new_zeros((*q.shape[:-1], cached.v.shape[3]))
-    lse_dtype = torch.promote_types(q.dtype, torch.float32)
-    lse = q.new_full(lse_shape(q), -math.inf, dtype=lse_dtype)
+    lse = empty_lse(q).fill_(-math.inf)
     lengths = lengths_of(cached.k, table, extras.seqused_k, batch_of(q, cu_seqlens_q))
     by_sequence = [queries_of(x, cu_seqlens_q) for x in (q, out, lse_by_query(lse))]
     for b, length in enumerate(lengths):

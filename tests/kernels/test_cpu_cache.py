@@ -5,7 +5,7 @@ import torch
 from helpers.cached_calls import check_cached
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tilewise.kernels.common.outputs import lse_shape
+from tilewise.kernels.common.outputs import empty_lse
 from tilewise.kernels.cpu import cache
 
 HEADS, PAGE = 2, 16
@@ -49,7 +49,7 @@ def step(layout, length, headdim=128, dtype=torch.float32):
     lengths = torch.tensor([length], dtype=torch.int32), None
     numbers = True, None, None, None, 512
     cached = check_cached(q, k, v, table, lengths, (None, None, None), numbers, "bshd")
-    out, lse = torch.empty_like(q), torch.empty(lse_shape(q))
+    out, lse = torch.empty_like(q), empty_lse(q)
     cache.forward(cached, out, lse)
     with Written() as written:
         cache.forward(cached, out, lse)

@@ -58,7 +58,6 @@ def test_bits_are_those_of_a_pass_before(name, seed):
 def test_words_are_0_again_also_where_the_counter_of_tiles_is_among_them(monkeypatch):
     """As in a captured graph, whose launches share counters; the second launch would hang."""
     words = torch.zeros(128, dtype=torch.int32)
-    monkeypatch.setattr(tile_counter, "counter", lambda *of: words)
     monkeypatch.setattr(tile_counter, "counters", lambda *of, count: words)
     call = fp8.normal_call([300], [300], fp8.Heads(3, 3, 64, 64))
     attend, expected = forwards(call, causal=True)

@@ -253,7 +253,7 @@ def test_the_counter_of_tiles_is_back_at_zero(keys, deterministic):
     case = PackedCase("counted", (3,) * len(keys), keys, Features(), ONE_HEAD, spare=1)
     given, oracle, plain = packed_call(case, deterministic)
     counter = torch.zeros(1, dtype=torch.int32)
-    with mock.patch.object(tile_counter, "counter", lambda *_: counter):
+    with mock.patch.object(tile_counter, "counters", lambda *_, count: counter):
         for seed in range(3):
             assert_right(backward(given, seed), oracle, plain)
             assert counter.item() == 0

@@ -28,14 +28,9 @@ def empty_out(
 
 
 def empty_lse(q: torch.Tensor) -> torch.Tensor:
-    """`lse` alone."""
+    """`lse` alone, (batch, nheads, seqlen_q), packed (nheads, total_q)."""
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return q.new_empty(lse_shape(q), dtype=dtype)
-
-
-def lse_shape(q: torch.Tensor) -> tuple[int, ...]:
-    """(batch, nheads, seqlen_q), packed (nheads, total_q)."""
-    return (*q.shape[:-3], q.shape[-2], q.shape[-3])
+    return q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=dtype)
 
 
 def empty_grads(
