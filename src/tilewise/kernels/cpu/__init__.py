@@ -1,22 +1,25 @@
 """The backend for CPU tensors: exact attention in plain torch, O(N) memory, every feature.
 
 `flash` hands a plain problem to torch's own fused CPU kernel; `blockwise` computes all others tile
-by tile. A batch with `seqused_k` is cut into its rows, so that padding is never read.
+by tile. A batch with `seqused_k` is cut into its rows, so that padding is never read, and packed
+sequences are calls of their own.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
 from ...mods.derivative import by_loads
 from ...mods.flat import captured_by_score
-from ...problem import Between, Extras, Grads, Problem, Saved, Scalars
+from ...problem import INPUTS, Between, Extras, Grads, Problem, Saved, Scalars
 from ..common.outputs import around, empty_grads, empty_out
 from ..common.quantized import Lengths, Quantized
-from . import blockwise, flash, packed
+from . import blockwise, flash
 from .dense import Target, copy_sums, make_dense, rows_of, sums_of
 from .quantize import dequantize
 
@@ -82,7 +85,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """`out` and `lse`; `first` is the number of the first row of the batch."""
     if problem.is_packed:
-        return packed.forward(forward, problem, q=q, k=k, v=v, extras=extras, scalars=scalars)
+        return _forward_packed(problem, q, k=k, v=v, extras=extras, scalars=scalars)
     is_causal = flash.whole_mask(problem, q, k=k, scalars=scalars)
     if is_causal is not None:
         return flash.whole(is_causal, scalars.scale)(q, k, v, extras)
@@ -110,8 +113,7 @@ def backward(
 ) -> Grads:
     """Gradients of q, k, v and, where requested, optional tensors; adds to those of the targets."""
     if problem.is_packed:
-        of_one = functools.partial(backward, targets=targets)
-        return packed.backward(of_one, problem, saved=saved, extras=extras, scalars=scalars)
+        return _backward_packed(problem, saved, extras=extras, scalars=scalars, targets=targets)
     dout, dlse, q, k, v, out, lse = saved
     is_whole = dlse is None and not problem.has_fp32_key_grads  # which torch rounds there
     is_causal = flash.whole_mask(problem, q, k=k, scalars=scalars) if is_whole else None
@@ -137,6 +139,50 @@ def backward(
         else:
             dlse_rows = None if dlse is None else dlse[row]
             blockwise.backward(dense, dout_rows, out_rows, lse[row], dlse=dlse_rows, grads=of_rows)
+    return copy_sums(grads, sums)
+
+
+def _forward_packed(
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Extras, scalars: Scalars
+) -> tuple[Tensor, Tensor]:
+    """`out` and `lse` of packed sequences, each of which is a call of its own."""
+    out, lse = empty_out(q, problem.headdim_v)
+    out.zero_(), lse.fill_(-torch.inf)  # rows that are not used
+    alone = _as_one(problem)
+    for i, (queries, keys, of_one) in enumerate(_sequences(extras)):
+        parts = forward(alone, q[:, queries], k[:, keys], v[:, keys], of_one, scalars, first=i)
+        out[:, queries].copy_(parts[0]), lse[:, :, queries].copy_(parts[1])
+    return out, lse
+
+
+def _backward_packed(
+    problem: Problem, saved: Saved, extras: Extras, scalars: Scalars, targets: tuple[Target, ...]
+) -> Grads:
+    """Gradients of packed sequences, each of which is a call of its own."""
+    dout, dlse, q, k, v, out, lse = saved
+    grads = empty_grads(problem, q, k=k, v=v, extras=extras)
+    for grad in grads:
+        if grad is not None:
+            grad.zero_()
+    sums = sums_of(grads, lse)
+    alone = _as_one(problem)
+    for i, (queries, keys, of_one) in enumerate(_sequences(extras)):
+        dlse_one = None if dlse is None else dlse[:, :, queries]
+        saved_one = Saved(
+            dout=dout[:, queries],
+            dlse=dlse_one,
+            q=q[:, queries],
+            k=k[:, keys],
+            v=v[:, keys],
+            out=out[:, queries],
+            lse=lse[:, :, queries],
+        )
+        parts = backward(alone, saved_one, of_one, scalars, first=i, targets=targets)
+        for whole, part, rows in zip(grads, parts, (queries, keys, keys)):
+            whole[:, rows].copy_(part)
+        for total, part in zip(sums[INPUTS:], parts[INPUTS:]):
+            if total is not None:
+                total += part
     return copy_sums(grads, sums)
 
 
@@ -173,3 +219,26 @@ def _batch_rows(q: Tensor, k: Tensor, seqused_k: Tensor | None) -> list[tuple[sl
     if seqused_k is None:
         return [(slice(None), k.shape[1])]
     return [(slice(row, row + 1), used) for row, used in enumerate(seqused_k.tolist())]
+
+
+def _as_one(problem: Problem) -> Problem:
+    """The problem of one sequence."""
+    return problem._replace(is_packed=False, has_seqused_q=False, has_seqused_k=False)
+
+
+def _sequences(extras: Extras) -> Iterator[tuple[slice, slice, Extras]]:
+    """The used rows of each sequence in q and in k, and its extras."""
+    rows_q = _used_rows(extras.cu_seqlens_q, extras.seqused_q)
+    rows_k = _used_rows(extras.cu_seqlens_k, extras.seqused_k)
+    slopes = extras.alibi_slopes
+    lengths: Any = dict.fromkeys(("seqused_k", "seqused_q", "cu_seqlens_q", "cu_seqlens_k"))
+    alone = extras._replace(**lengths)
+    for i, (queries, keys) in enumerate(zip(rows_q, rows_k)):
+        slopes_one = slopes if slopes is None or slopes.dim() == 1 else slopes[i : i + 1]
+        yield queries, keys, alone._replace(alibi_slopes=slopes_one)
+
+
+def _used_rows(cu_seqlens: Tensor, used: Tensor | None) -> Iterator[slice]:
+    starts = cu_seqlens.tolist()
+    for i, (start, stop) in enumerate(itertools.pairwise(starts)):
+        yield slice(start, stop if used is None else start + int(used[i]))
