@@ -7,9 +7,8 @@ from benchmarks.bench.shapes import packed, square
 from tilewise import dispatch
 from tilewise.explain import dense as explain_module
 from tilewise.explain.call import call_of
-from tilewise.explain.cards import CARDS, Roof, card_for, cpu_roof
+from tilewise.explain.cards import CARDS, Roof, card_for, cpu_roof, occupancy
 from tilewise.explain.dense import answers_of_call, explain, way_of_cpu
-from tilewise.explain.occupancy import occupancy
 from tilewise.explain.shapes import Shape
 
 H200 = CARDS["h200"]

@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import torch
 
+from ..hardware import REGISTERS, RESERVED, SHARED_MEMORY
+
 
 class Roof(NamedTuple):
     """TFLOP/s and TB/s, and where they are from."""
@@ -52,9 +54,21 @@ class Card(NamedTuple):
         return Roof(self.tflops_16 if bits == 16 else self.tflops_32, self.bandwidth, "datasheet")
 
 
+class Occupancy(NamedTuple):
+    """Programs and warps at work on one SM, as a share of the warps that it could hold."""
+
+    programs: int
+    warps: int
+    share: float
+    limit: str  # what a further program would lack
+
+
 # CUDA programming guide, technical specifications by compute capability
 WARPS = {"sm80": 64, "sm89": 48, "sm90": 64, "sm100": 64, "sm120": 48}  # on one SM
 PROGRAMS = {"sm80": 32, "sm89": 24, "sm90": 32, "sm100": 32, "sm120": 24}
+REGISTERS_AT_ONCE = 256  # a warp's registers come in such pieces
+SHARED_AT_ONCE = 128
+LANES = 32
 # bf16 matmul of 8192^3 at its best (695 to 744 in several runs), and a plain read of 4 GiB
 _H200 = Roof(744.0, 4.42, source="measured on an H200: matmul of 8192^3 in bf16, a plain read")
 ENOUGH = 0.01  # seconds that a matmul takes to say how fast a CPU is
@@ -119,3 +133,28 @@ def cpu_roof(dtype: torch.dtype, size: int = 1024, nbytes: int = 64 << 20) -> Ro
     bandwidth = 2 * nbytes / best(lambda: target.copy_(source)) / 1e12
     name = str(dtype).removeprefix("torch.")
     return Roof(tflops, bandwidth, source=f"measured now: matmul of {width}^3 in {name}, a copy")
+
+
+def occupancy(target: str, registers: int, shared_memory: int, warps: int) -> Occupancy | None:
+    """The occupancy of a kernel; None for GPUs whose rules are others.
+
+    >>> occupancy("sm90", registers=168, shared_memory=229912, warps=12)
+    Occupancy(programs=1, warps=12, share=0.1875, limit='registers and shared memory')
+    """
+    if target not in WARPS:
+        return None
+    of_warp = _up(registers * LANES, REGISTERS_AT_ONCE)
+    of_program = _up(shared_memory + RESERVED, SHARED_AT_ONCE)
+    fits = {
+        "registers": REGISTERS // max(1, of_warp) // warps,
+        "shared memory": (SHARED_MEMORY[target] + RESERVED) // of_program,
+        "warps": WARPS[target] // warps,
+        "programs": PROGRAMS[target],
+    }
+    programs = min(fits.values())
+    limit = " and ".join(name for name, count in fits.items() if count == programs)
+    return Occupancy(programs, programs * warps, programs * warps / WARPS[target], limit)
+
+
+def _up(value: int, step: int) -> int:
+    return -(-value // step) * step

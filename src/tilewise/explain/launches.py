@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 
 from ..problem import Extras
 from .call import Call
-from .cards import Card
-from .occupancy import Occupancy, occupancy
+from .cards import Card, Occupancy, occupancy
 
 
 class Launch(NamedTuple):
