@@ -7,7 +7,7 @@ from triton.runtime import jit
 import tilewise
 from tilewise import dispatch
 from tilewise.frontend import values
-from tilewise.kernels.common import append_step, decode_step, program, workspace
+from tilewise.kernels.common import decode_step, program, workspace
 from tilewise.kernels.portable import append_launch, decode_launch
 from tilewise.ops import append, calls
 
@@ -45,7 +45,7 @@ def record(monkeypatch):
         return {x.name: workspace.tensor_at(buffer, at, x) for at, x in zip(starts, slices)}
 
     monkeypatch.setattr(torch.Tensor, "new_empty", once)
-    for module in (decode_step, append_step):
+    for module in (decode_step, append_launch):
         monkeypatch.setattr(module, "allocator_of", lambda device: in_room)
     kernel = Kernel("cache_append_kernel", log)
     monkeypatch.setattr(append_launch, "cache_append_kernel", kernel)
