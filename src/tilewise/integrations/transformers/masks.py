@@ -13,7 +13,6 @@ import torch
 
 from ...errors import warn_slow
 from .chunks import Span, chunk_of, chunk_starts, is_chunked, kept_keys, left_padding
-from .mask_request import MaskRequest
 from .stored import KEYS, PAIRS, beside, pairs
 from .visible import (
     ALL_KEYS,
@@ -21,6 +20,7 @@ from .visible import (
     HOLES,
     NO_KEYS,
     Band,
+    MaskRequest,
     Predicate,
     Run,
     Visible,

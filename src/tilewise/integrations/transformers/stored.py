@@ -12,9 +12,8 @@ from typing import Any
 import torch
 
 from ...errors import warn_slow
-from .mask_request import MaskRequest
 from .opaque import ANOTHER
-from .visible import ALL_KEYS, HOLES, Band, Lengths, Visible, runs_of, simplest
+from .visible import ALL_KEYS, HOLES, Band, Lengths, MaskRequest, Visible, runs_of, simplest
 
 Tensor = torch.Tensor
 KEYS = (
