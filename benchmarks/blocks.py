@@ -23,8 +23,8 @@ from tilewise.cli.tables import console, digits, table
 from tilewise.explain.call import call_of
 from tilewise.explain.launches import Built, build_launch, built_of, portable_launches
 from tilewise.explain.shapes import Shape
-from tilewise.tuning.config import Config
 from tilewise.tuning.select import architecture, override
+from tilewise.tuning.tables import Config
 
 from .bench.providers import provider
 from .bench.row import Row, append, stamp

@@ -10,8 +10,8 @@ from benchmarks.bench.providers import Provider
 from benchmarks.bench.shapes import square
 from benchmarks.blocks import Candidate, compile_all, configs, launch_of, name_of, time_all
 from tilewise.testing import use_interpreter
-from tilewise.tuning.config import Config
 from tilewise.tuning.select import overrides
+from tilewise.tuning.tables import Config
 
 SMALL = square("fwd", 64, 32, True, tokens=64, hidden=32, dtype="float32")
 

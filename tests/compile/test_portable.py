@@ -22,8 +22,7 @@ from helpers.tiers import sample, sample_rows
 from tilewise.kernels.common import packed
 from tilewise.kernels.common.operand import gaps_in
 from tilewise.testing import SMEM_LIMIT, TARGETS
-from tilewise.tuning.config import SHORT
-from tilewise.tuning.tables import TABLE
+from tilewise.tuning.tables import SHORT, TABLE
 
 pytestmark = pytest.mark.compile
 

@@ -17,8 +17,8 @@ from tilewise import (
 from tilewise.testing.cases import Case, Features, Sizes
 from tilewise.testing.run import run_case
 from tilewise.testing.tolerance import assert_within
-from tilewise.tuning.config import Config
 from tilewise.tuning.select import override
+from tilewise.tuning.tables import Config
 
 pytestmark = pytest.mark.gpu
 

@@ -15,8 +15,8 @@ from tilewise.kernels.portable import fp8_launch
 from tilewise.mods.flatten import modifiers_of
 from tilewise.problem import NO_EXTRAS, NO_MODS, Extras, Scalars, describe
 from tilewise.testing import use_interpreter
-from tilewise.tuning.config import Config
 from tilewise.tuning.select import override
+from tilewise.tuning.tables import Config
 
 CPU = torch.device("cpu")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -21,8 +21,8 @@ from tilewise.testing import use_interpreter
 from tilewise.testing.cases import CASES, Case, Features, PackedCase, Sizes
 from tilewise.testing.inputs import make_inputs
 from tilewise.testing.run import run_case
-from tilewise.tuning.config import Config
 from tilewise.tuning.select import override
+from tilewise.tuning.tables import Config
 
 DTYPES = [torch.float32, torch.bfloat16]
 

@@ -16,8 +16,7 @@ from tilewise import errors
 from tilewise.cli.tune import tune
 from tilewise.errors import PerformanceWarning
 from tilewise.tuning import select, store
-from tilewise.tuning.config import Config, Key
-from tilewise.tuning.tables import TABLE, default
+from tilewise.tuning.tables import TABLE, Config, Key, default
 
 GPU = "NVIDIA Imaginary"
 KEY = Key("sm90", "fwd", 64, 16, True)
@@ -259,7 +258,7 @@ AT_ONCE = """
 import multiprocessing
 from helpers.waits import until
 from tilewise.tuning import store
-from tilewise.tuning.config import Config, Key
+from tilewise.tuning.tables import Config, Key
 
 def write(mine):
     for i in range(20):

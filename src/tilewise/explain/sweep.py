@@ -19,7 +19,7 @@ from ..kernels.common.program import scratch
 from ..kernels.portable import launch
 from ..kernels.portable.plan import Plan
 from ..problem import OPEN, Extras, Saved, Scalars, describe
-from ..tuning.config import Config, Key
+from ..tuning.tables import Config, Key
 
 Tensor = torch.Tensor
 TOKENS, HIDDEN = 16384, 2048  # of a batch

@@ -12,9 +12,8 @@ from typing import Protocol, cast
 
 import torch
 
-from .config import Config, Key
 from .store import add, rows_of
-from .tables import TABLE, default
+from .tables import TABLE, Config, Key, default
 
 overrides: dict[str, Config] = {}  # forced now, so that nothing kept from before may be used
 

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from ..errors import a_type, warn_slow
-from .config import Config, Key
-from .tables import TABLE
+from .tables import TABLE, Config, Key
 
 Table = dict[Key, Config]
 PORTABLE = ("fwd", "bwd_dkdv", "bwd_dq", "bwd_delta")  # the kernels that `tilewise tune` times

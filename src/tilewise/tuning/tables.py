@@ -1,7 +1,6 @@
 """Configurations that were measured, and a default rule for everything else.
 
-Key fields: kernel, padded head dim, element bits, band closed on the right (causal), short. A row
-without a measured figure does not belong here: the default rule below serves it. Figures are
+A row without a measured figure does not belong here: the default rule below serves it. Figures are
 TFLOP/s with 16Ki tokens and hidden size 2048, counting the matmuls that the kernel itself does (2
 forward, 4 for dK and dV, 3 for dQ). One configuration serves all lengths, unless a row for short
 ones is measured as well.
@@ -10,9 +9,37 @@ ones is measured as well.
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 from ..hardware import SHARED_MEMORY
-from .config import Config, Key
+
+
+class Config(NamedTuple):
+    """The shape of a kernel's tiles and how it is launched, all of which changes speed and no
+    result: BLOCK_M queries by BLOCK_N keys, on num_warps warps, loads pipelined num_stages deep,
+    through tensor descriptors where the tensors' alignment allows them.
+    """
+
+    BLOCK_M: int
+    BLOCK_N: int
+    num_warps: int
+    num_stages: int
+    descriptors: bool = False
+
+
+SHORT = 1024  # rows that the portable kernels call few
+
+
+class Key(NamedTuple):
+    """What a measured row is for."""
+
+    arch: str  # "sm90", "gfx942", ... ; "interpreter" on CPU tensors
+    kernel: str  # "fwd", "bwd_dkdv", "bwd_dq" or "bwd_delta"
+    block_d: int  # the larger head dim, padded to a power of two
+    bits: int  # 16 or 32: the width of an element
+    is_causal: bool  # the band is closed on the right
+    is_short: bool = False  # few rows to cover: a program's start and end weigh more
+
 
 _sm90 = functools.partial(Key, "sm90")
 

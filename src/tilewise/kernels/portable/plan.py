@@ -12,9 +12,8 @@ import triton
 from ...mods.flat import loads_per_pair
 from ...problem import Problem
 from ...tile.types import Tile
-from ...tuning.config import SHORT, Config, Key
 from ...tuning.select import architecture, overrides, select
-from ...tuning.tables import columns_at_once, has_little_room
+from ...tuning.tables import SHORT, Config, Key, columns_at_once, has_little_room
 from ..common.arguments import features_of, fits_descriptor
 from ..common.program import Launch, checked
 

@@ -15,8 +15,8 @@ from ....hardware import SHARED_MEMORY
 from ....problem import LONG_SEQLEN, NO_EXTRAS, Extras, Problem, Scalars
 from ....tile.schedule import even_group
 from ....tile.types import Pipeline, Queue, Table
-from ....tuning.config import Key
 from ....tuning.select import architecture, select
+from ....tuning.tables import Key
 from ...common.arguments import features_of, numbers_of, optionals_of, sizes_of
 from ...common.operand import Gap, Operand
 from ...common.program import Program, TorchStep, checked
