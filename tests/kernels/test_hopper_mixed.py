@@ -228,7 +228,7 @@ def test_addresses_of_packed_chunks(monkeypatch):
     launches = functools.partial(schedules.launches_of, chunk=64)
     program = program_of(cached, out, lse, launches)
     names = "q", "k", "v", "page_table", "seqused_k", "cu_seqlens_q", "alibi_slopes", "sinks"
-    names += "out", "lse", "m_i", "l_i", "acc_o", "tile_counters"
+    names += "out", "lse", "acc_o", "m_i", "l_i", "tile_counters"
     assert program.names == [*names] and program.takes_addresses
     (shared,) = program.provided
     decodes, chunks = program.launches

@@ -15,9 +15,9 @@ from .. import dispatch
 from ..features import OPERATORS, schema_of
 from ..kernels.common.alignment import check_elements
 from ..kernels.common.outputs import empty_out, fill_padding, has_no_sequence
-from ..kernels.common.quantized import Lengths, Quantized, Scales
+from ..kernels.common.quantized import Quantized, Scales
 from ..kernels.cpu.hadamard import rotate_back
-from ..kernels.cpu.quantize import dequantize, of_each, of_heads, rows_of, turned
+from ..kernels.cpu.quantize import dequantize, lengths_of, of_each, of_heads, rows_of, turned
 from ..problem import INPUTS, Call, Extras, Problem, Saved, Scalars, describe, extras_of
 from ..tile.rotary import Rotary
 from . import attention as ops
@@ -262,11 +262,6 @@ def meant(x: Quantized, is_rotated: bool, extras: Extras) -> tuple[Tensor, Tenso
     if x.k_mean is not None:
         k = k + of_each(x.k_mean, rows_of(k, lengths.cu_seqlens_k, None))
     return (rotate_back(q), rotate_back(k), v) if is_rotated else (q, k, v)
-
-
-def lengths_of(extras: Extras) -> Lengths:
-    """Lengths of a call."""
-    return Lengths(extras.cu_seqlens_q, extras.cu_seqlens_k, extras.seqused_q, extras.seqused_k)
 
 
 register_late()  # once all operators are there

@@ -40,6 +40,12 @@ def planes(states: Tensor, q: Tensor, headdim_v: int) -> tuple[Tensor, Tensor]:
     return acc_o.unflatten(-1, (-1, q.shape[:2].numel(), q.shape[2], headdim_v)), numbers
 
 
+def states_in(work: Any, rows: Sequence[int], headdim_v: int) -> SplitState:
+    """The operands of states of so many rows, in a workspace."""
+    acc_o = work.add("acc_o", (*rows, headdim_v))
+    return SplitState(acc_o, work.add("m_i", rows), l_i=work.add("l_i", rows))
+
+
 def states_at(acc_o: Any, numbers: Any) -> SplitState:
     """The operands of states, of those of their planes."""
     l_i = Within("l_i", numbers.name, numbers.numel() // 2, numbers.dtype)

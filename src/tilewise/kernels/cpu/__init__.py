@@ -18,10 +18,10 @@ from ...mods.derivative import by_loads
 from ...mods.flat import captured_by_score
 from ...problem import INPUTS, Between, Extras, Grads, Problem, Saved, Scalars
 from ..common.outputs import around, empty_grads, empty_out
-from ..common.quantized import Lengths, Quantized
+from ..common.quantized import Quantized
 from . import blockwise, flash
 from .dense import Target, copy_sums, make_dense, rows_of, sums_of
-from .quantize import dequantize
+from .quantize import dequantize, lengths_of
 
 Tensor = torch.Tensor
 NAME = "cpu"
@@ -57,8 +57,7 @@ def prepare_fp8(problem: Problem, scalars: Scalars, out_dtype: torch.dtype) -> C
     exact = problem._replace(dtype=torch.float32)
 
     def forward_fp8(quantized: Quantized, extras: Extras) -> tuple[Tensor, Tensor]:
-        lengths = Lengths._make(getattr(extras, name) for name in Lengths._fields)
-        q, k, v = dequantize(quantized, lengths)
+        q, k, v = dequantize(quantized, lengths_of(extras))
         out, lse = forward(exact, q, k=k, v=v, extras=extras, scalars=scalars)
         return out.to(out_dtype), lse
 

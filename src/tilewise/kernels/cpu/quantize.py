@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 import torch
 
+from ...problem import Extras
 from ...tile.quantize import SMALLEST
 from ...tile.rotary import Rotary
 from ...tile.rotary import rotate as turned_at
@@ -179,6 +180,11 @@ def prepare_quantize(steps: Steps) -> Callable[..., Quantized]:
 def prepare_transposed() -> Callable[..., Tensor]:
     """`transposed_values`."""
     return transposed_values
+
+
+def lengths_of(extras: Extras) -> Lengths:
+    """The lengths of a call."""
+    return Lengths(extras.cu_seqlens_q, extras.cu_seqlens_k, extras.seqused_q, extras.seqused_k)
 
 
 def dequantize(x: Quantized, of: Lengths) -> tuple[Tensor, Tensor, Tensor]:

@@ -170,8 +170,8 @@ def launches_of(
         lead, (acc_o, m_i, l_i) = 1, states
         partials = Partials(acc_o, m_i, l_i, rows=all_rows, blocks=blocks, lead=None)
     elif not in_one:
-        partials = partials_of(work, pieces, all_rows, problem.headdim_v)
-        partials = partials._replace(blocks=blocks, lead=lead if lead > 1 else None)
+        acc_o, m_i, l_i = piece_states.states_in(work, (pieces, all_rows), problem.headdim_v)
+        partials = Partials(acc_o, m_i, l_i, all_rows, blocks, lead if lead > 1 else None)
     scales = dict(k_scale=cached.k_descale, v_scale=cached.v_descale)
     cache = cache_of(k, cached.v, table=cached.page_table, **scales)
     if has_room and cache.page_table is not None and cache.page_size > 0:
@@ -225,13 +225,6 @@ def lead_of(blocks: int, pieces: int, split_size: int, sms: int) -> int:
     """
     share = triton.cdiv(blocks * pieces, PROGRAMS * sms)
     return max(1, min(pieces, share, LEAD // split_size))
-
-
-def partials_of(work: Any, pieces: int, rows: int, columns: int) -> Partials:
-    """Memory for the states of so many pieces of rows: O, m and l."""
-    acc_o = work.add("acc_o", (pieces, rows, columns))
-    m_i, l_i = (work.add(name, (pieces, rows)) for name in ("m_i", "l_i"))
-    return Partials(acc_o, m_i, l_i, rows, 0, None)
 
 
 def cache_of(

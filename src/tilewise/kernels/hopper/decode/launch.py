@@ -21,7 +21,7 @@ from ...common.arguments import features_of, numbers_of, optionals_of, scales_of
 from ...common.building import num_sms
 from ...common.cached import Cached
 from ...common.operand import Within
-from ...common.piece_states import states_at
+from ...common.piece_states import states_at, states_in
 from ...common.program import checked
 from ...common.workspace import Workspace
 from .. import descriptors
@@ -127,7 +127,7 @@ def launch_of(
     # Partial states of all pieces, or as many as there is memory for
     query_bytes = 4 * (problem.headdim_v + 2) * problem.nheads
     held = min(queries * pieces if pieces > 1 else 0, WORKSPACE // query_bytes, 2**25 - 1)
-    partials = states or partials_of(work, max(held, 1) * problem.nheads, problem.headdim_v)
+    partials = states or states_in(work, (max(held, 1) * problem.nheads,), problem.headdim_v)
     packed = batch if is_packed else 0
     keys, values = described(cached, tile)
     tail = strided_of(out) if cached.clears_tail else None
@@ -169,12 +169,6 @@ def tile_for(
         is_beside_chunks=chunk > 0,
         has_many_tiles=tiles >= FULL * programs,
     )
-
-
-def partials_of(work: Workspace, rows: int, headdim_v: int) -> SplitState:
-    """Room for so many rows of partial states."""
-    m_i, l_i = (work.add(name, (rows,)) for name in ("m_i", "l_i"))
-    return SplitState(work.add("acc_o", (rows, headdim_v)), m_i, l_i)
 
 
 def described(cached: Cached, tile: SplitPipeline) -> list[DescriptorFields | Strided]:

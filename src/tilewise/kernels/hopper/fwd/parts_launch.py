@@ -17,6 +17,7 @@ import triton
 from ....tile.types import Parts, Pipeline
 from ...common.arguments import strided
 from ...common.building import num_sms
+from ...common.piece_states import states_in
 from ...common.program import checked
 from ...common.workspace import Workspace
 from ..launch import Launch, programs_of
@@ -78,9 +79,7 @@ def in_parts(args: dict[str, Any], tile: Pipeline, count: int, work: Workspace) 
     shared = (tiles - whole) * count
     queue = args["queue"]._replace(tiles=whole + shared)
     states = shared + (programs_of(queue.tiles, device) if whole else 0)
-    rows = tile.WARPGROUPS * 64 * states
-    acc_o = work.add("acc_o", (rows, tile.BLOCK_DV))
-    m_i, l_i = work.add("m_i", (rows,)), work.add("l_i", (rows,))
+    acc_o, m_i, l_i = states_in(work, (tile.WARPGROUPS * 64 * states,), tile.BLOCK_DV)
     parts = Parts(acc_o, m_i, l_i=l_i, count=count, whole=whole)
     return args | dict(queue=queue, optionals=args["optionals"]._replace(parts=parts))
 
