@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tilewise.explain.machine import commit, cpu_name, driver_version, triton_version
+from tilewise.cli.machine import commit, cpu_name, driver_version, triton_version
 
 from .timer import Spread
 

@@ -134,8 +134,6 @@ def test_markdown_is_one_table():
 
 
 def test_without_triton(monkeypatch):
-    from tilewise.explain import machine
-
     monkeypatch.setattr(machine, "triton_version", lambda: "none")
     assert lines()["machine", "triton"]["remedy"].startswith("`pip install triton`")
 

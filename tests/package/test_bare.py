@@ -19,8 +19,8 @@ from helpers.waits import DEADLINE
 from structure.test_public_paths import PUBLIC
 
 import tilewise
+from tilewise.cli.machine import triton_version
 from tilewise.errors import EXTRAS
-from tilewise.explain.machine import triton_version
 
 PAGES = ["README.md", "README.zh-CN.md", "docs/install.md"]
 PAGES += ["docs/quickstart.md", "docs/zh/quickstart.md", "tour/README.md"]

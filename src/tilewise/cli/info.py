@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
-from .machine import c_compiler, folder_size, gpu, python_headers, typical
+from . import machine as facts
 from .tables import NO, OK, console, table
 
 if TYPE_CHECKING:
@@ -65,24 +65,24 @@ def machine() -> list[Line]:
     import torch
 
     from .. import __version__
-    from ..explain.machine import commit, cpu_name, driver_version, triton_version
 
-    section, card = "machine", gpu()
+    section, card = "machine", facts.gpu()
     lines = [
         Line(section, "GPU", mark=OK if card.usable else NO, value=card.reason, remedy=card.remedy),
-        Line(section, "driver", mark="", value=driver_version() if card.usable else "-"),
-        Line(section, "CPU", mark="", value=cpu_name()),
+        Line(section, "driver", mark="", value=facts.driver_version() if card.usable else "-"),
+        Line(section, "CPU", mark="", value=facts.cpu_name()),
         Line(section, "system", "", f"{platform.platform()}, Python {sys.version.split()[0]}"),
-        Line(section, "tilewise", mark="", value=f"{__version__} ({commit()})"),
+        Line(section, "tilewise", mark="", value=f"{__version__} ({facts.commit()})"),
         Line(section, "torch", "", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}"),
     ]
-    triton = triton_version()
+    triton = facts.triton_version()
     if triton == "none":
         remedy = "`pip install triton` (Linux); the CPU backend needs none"
         lines.append(Line(section, "triton", mark=NO, value="not installed", remedy=remedy))
     else:
         lines.append(Line(section, "triton", mark=OK, value=triton))
-    for name, answer in (("C compiler", c_compiler()), ("Python headers", python_headers())):
+    answers = {"C compiler": facts.c_compiler(), "Python headers": facts.python_headers()}
+    for name, answer in answers.items():
         line = Line(section, name, OK if answer.usable else NO, answer.reason, answer.remedy)
         lines.append(line)
     return lines
@@ -96,7 +96,7 @@ def backends() -> list[Line]:
 
     lines = []
     for device, dtype in devices().items():
-        problem, chosen = typical(dtype, right=0), False
+        problem, chosen = facts.typical(dtype, right=0), False
         for name in dispatch.BACKENDS:
             reason = dispatch.ask(name, problem, torch.device(device))
             value = reason or ("usable" if chosen else "usable, and the one that is chosen")
@@ -141,7 +141,7 @@ def problems(dtype: torch.dtype) -> dict[str, Problem]:
     from ..features import FEATURES
     from ..problem import Mods
 
-    plain = typical(dtype)
+    plain = facts.typical(dtype)
     mask = Mods(mask=mods.causal().key)
     blocks = mask._replace(block=(128, 128))
     halved = mods.score(lambda score, b, h, q_idx, kv_idx: score / 2)
@@ -175,7 +175,7 @@ def fp8(device: str) -> Line:
 
     from .. import dispatch
 
-    problem, on = typical(torch.float8_e4m3fn), torch.device(device)
+    problem, on = facts.typical(torch.float8_e4m3fn), torch.device(device)
     section, reasons = FEATURES_FOR.format(device), {}
     for name in dispatch.BACKENDS:
         reason = dispatch.ask_fp8(name, problem, on, torch.bfloat16)
@@ -290,4 +290,4 @@ def as_markdown(lines: list[Line]) -> str:
 def _sized(path: Path) -> str:
     if not path.exists():
         return f"{path} (empty)"
-    return f"{path} ({folder_size(path) / 2**20:.1f} MiB)"
+    return f"{path} ({facts.folder_size(path) / 2**20:.1f} MiB)"

@@ -16,7 +16,7 @@ from benchmarks.bench.providers import PROVIDERS, Provider, provider, standard_a
 from benchmarks.bench.row import validate
 from benchmarks.bench.shapes import square
 from benchmarks.bench.timer import Spread, ratio
-from tilewise.explain.machine import triton_version
+from tilewise.cli.machine import triton_version
 from tilewise.explain.shapes import Shape
 
 SMALL = square("fwd", 32, 16, True, dtype="float32", tokens=64, hidden=32)
