@@ -5,7 +5,7 @@ import json
 import pytest
 
 from benchmarks.bench.shapes import square
-from tilewise.explain.fp8 import explain_fp8, products_of
+from tilewise.explain.dense import explain_fp8, products_of
 from tilewise.explain.shapes import FP8
 
 pytest.importorskip("triton")

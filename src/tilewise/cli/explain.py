@@ -125,7 +125,7 @@ def explain(
     page = sys.modules[__name__]
     with in_words():
         if options["dtype"] in FP8:
-            from ..explain.fp8 import explain_fp8
+            from ..explain.dense import explain_fp8
 
             options.pop("deterministic")
             explanation = explain_fp8(shape_of(**options), target, card=card, backend=backend)

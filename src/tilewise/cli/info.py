@@ -180,7 +180,7 @@ def fp8(device: str) -> Line:
     for name in dispatch.BACKENDS:
         reason = dispatch.ask_fp8(name, problem, on, torch.bfloat16)
         if reason is None:
-            from ..explain.fp8 import products_of
+            from ..explain.dense import products_of
 
             target = "cpu"
             if on.type == "cuda":
