@@ -23,28 +23,23 @@ class OfMapped(Launch):
 
 
 def programs_of(kernel: Any, tuples: Mapping[str, Any], **constants: Any) -> Callable[..., Program]:
-    """`program_of` a kernel with these constants, which is asked once for each of its arguments."""
-    plan = functools.partial(program_of, kernel, tuples, **constants)
-    return functools.lru_cache(maxsize=256)(plan)
-
-
-def program_of(
-    kernel: Any,
-    tuples: Mapping[str, Any],
-    device: torch.device,
-    programs: int,
-    compiled_for: tuple[Any, ...] = (),
-    **constants: Any,
-) -> Program:
-    """A program to be run for all arguments of a kernel but the constants. `tuples` has, for each
-    argument that is one, its type, or the constant that says how many numbers it has. Programs
-    differ in what the kernel is `compiled_for`, too.
+    """What makes programs of a kernel, each to be run for all arguments but the constants, and is
+    asked once for each of its own arguments. `tuples` has, for each of the kernel's that is one,
+    its type, or the constant that says how many numbers it has.
     """
-    names = kernel.arg_names
-    args: dict[str, Any] = {x: Gap(x) for x in names if x not in constants}
-    for name, kind in tuples.items():
-        fields = range(constants[kind]) if isinstance(kind, str) else kind._fields
-        args[name] = getattr(kind, "_make", tuple)(Gap(f"{name}.{x}") for x in fields)
-    constants = {x: constants[x] for x in names if x in constants}
-    launch = OfMapped(kernel, programs, args, constants, dict(num_warps=1 if programs == 1 else 4))
-    return Program([x.name for x in gaps_in(tuple(args.values()))], [launch], Workspace(device))
+
+    @functools.lru_cache(maxsize=256)
+    def program_of(
+        device: torch.device, programs: int, compiled_for: tuple[Any, ...] = (), **more: Any
+    ) -> Program:
+        """Programs differ in what the kernel is `compiled_for`, too."""
+        names, known = kernel.arg_names, constants | more
+        args: dict[str, Any] = {x: Gap(x) for x in names if x not in known}
+        for name, kind in tuples.items():
+            fields = range(known[kind]) if isinstance(kind, str) else kind._fields
+            args[name] = getattr(kind, "_make", tuple)(Gap(f"{name}.{x}") for x in fields)
+        fixed = {x: known[x] for x in names if x in known}
+        launch = OfMapped(kernel, programs, args, fixed, dict(num_warps=1 if programs == 1 else 4))
+        return Program([x.name for x in gaps_in(tuple(args.values()))], [launch], Workspace(device))
+
+    return program_of
