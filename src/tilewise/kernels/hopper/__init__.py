@@ -5,18 +5,13 @@ tensors in the emulator.
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ...emulation import emulator_seed
 from ...errors import Avoidable, Slower
 from ...problem import Problem
-
-if TYPE_CHECKING:
-    from .bwd.launch import prepare_backward
-    from .fwd.fp8_launch import prepare_fp8, takes_values
-    from .fwd.launch import prepare
 
 NAME = "hopper"
 MAX_HEADDIM = 256
@@ -28,17 +23,6 @@ FP8_OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
 # The files of what calls launch, which import Triton
 LAUNCHES = {"prepare": "fwd.launch", "prepare_backward": "bwd.launch"}
 LAUNCHES |= dict.fromkeys(("prepare_fp8", "takes_values"), "fwd.fp8_launch")
-
-__all__ = [
-    "NAME",
-    "prepare",
-    "prepare_backward",
-    "prepare_fp8",
-    "supports",
-    "supports_fp8",
-    "takes_values",
-    "why_copied",
-]
 
 
 def supports(problem: Problem, device: torch.device) -> str | None:

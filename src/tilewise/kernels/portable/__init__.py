@@ -5,17 +5,12 @@ tensors under its interpreter.
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ...emulation import interpreter_is_on
 from ...problem import Problem
-
-if TYPE_CHECKING:
-    from .captured_launch import captured_grads
-    from .fp8_launch import prepare_fp8
-    from .launch import prepare, prepare_backward
 
 NAME = "portable"
 MAX_HEADDIM = 512
@@ -26,9 +21,6 @@ MAX_HEADDIM_FP8 = 256
 # The files of what calls launch, which import Triton
 LAUNCHES = {"captured_grads": "captured_launch", "prepare_fp8": "fp8_launch"}
 LAUNCHES |= dict.fromkeys(("prepare", "prepare_backward"), "launch")
-
-__all__ = ["NAME", "supports", "supports_fp8"]
-__all__ += ["captured_grads", "prepare", "prepare_backward", "prepare_fp8"]
 
 
 def supports(problem: Problem, device: torch.device) -> str | None:

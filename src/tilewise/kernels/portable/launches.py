@@ -33,12 +33,12 @@ def programs_of(kernel: Any, tuples: Mapping[str, Any], **constants: Any) -> Cal
         device: torch.device, programs: int, compiled_for: tuple[Any, ...] = (), **more: Any
     ) -> Program:
         """Programs differ in what the kernel is `compiled_for`, too."""
-        names, known = kernel.arg_names, constants | more
-        args: dict[str, Any] = {x: Gap(x) for x in names if x not in known}
+        names, numbers = kernel.arg_names, constants | more
+        args: dict[str, Any] = {x: Gap(x) for x in names if x not in numbers}
         for name, kind in tuples.items():
-            fields = range(known[kind]) if isinstance(kind, str) else kind._fields
+            fields = range(numbers[kind]) if isinstance(kind, str) else kind._fields
             args[name] = getattr(kind, "_make", tuple)(Gap(f"{name}.{x}") for x in fields)
-        fixed = {x: known[x] for x in names if x in known}
+        fixed = {x: numbers[x] for x in names if x in numbers}
         launch = OfMapped(kernel, programs, args, fixed, dict(num_warps=1 if programs == 1 else 4))
         return Program([x.name for x in gaps_in(tuple(args.values()))], [launch], Workspace(device))
 
