@@ -10,16 +10,16 @@ from helpers.counters import count
 AT_LEAST = {"arguments by keyword, percent": 18.8}
 AT_MOST = {
     # Sizes
-    "lines": 56_117,
+    "lines": 56_130,
     "files that name softcap": 27,
     "files that name sinks": 36,
-    "files attention() imports": 40,
-    "lines attention() imports": 5_777,
+    "files attention() imports": 39,
+    "lines attention() imports": 5_680,
     # One record, one dispatcher, one file of checks, one way to launch
     "records, host": 94,
     "records, device": 163,
     "records built at one place, host": 19,
-    "records built at one place, device": 53,
+    "records built at one place, device": 54,
     "launching classes": 3,
     "dispatchers": 1,
     "check files": 2,
