@@ -102,7 +102,9 @@ GUARDED = {
 }
 
 
-@pytest.mark.parametrize("name", sample(GUARDED, "attention", "flash_attn packed", "sdpa"))
+@pytest.mark.parametrize(
+    "name", sample(GUARDED, "attention", "packed", "flash_attn packed", "sdpa")
+)
 def test_a_graph_guards_what_the_caller_passed(name):
     """Not what checks read: each guard costs time at every run of the graph."""
     guarded = []

@@ -215,11 +215,12 @@ def attention(
     is_plain = not (is_fp8 or has_dropout) and mask_mod is score_mod is block_mask is None
     is_sharded = shards.contexts and shards.is_sharded()
     if is_sharded or torch.compiler.is_dynamo_compiling():
-        options: Any = dict(scale=scale, softcap=softcap, bias=bias, sinks=sinks, causal=causal)
-        options |= dict(alibi_slopes=alibi_slopes, window=window, deterministic=deterministic)
-        options |= dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, backend=backend)
-        options |= dict(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, layout=layout)
-        options |= dict(seqused_q=seqused_q, seqused_k=seqused_k, return_lse=return_lse)
+        # No `dict`, which a graph would guard
+        options: Any = {"return_lse": return_lse, "causal": causal, "scale": scale, "sinks": sinks}
+        options |= {"deterministic": deterministic, "alibi_slopes": alibi_slopes, "window": window}
+        options |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "backend": backend}
+        options |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k, "softcap": softcap}
+        options |= {"seqused_q": seqused_q, "seqused_k": seqused_k, "layout": layout, "bias": bias}
         has_cache = not (page_table is split_size is k_descale is v_descale is out is None)
         has_cache = has_cache or (cu_seqlens_q is not None and cu_seqlens_k is None)
         if is_sharded:

@@ -116,9 +116,9 @@ def flash_attn_func(
     if not (has_more or is_sharded) and is_plain(dropout_p, attention_chunk):
         if torch.compiler.is_dynamo_compiling() and fits_node(inputs, window_size):
             options: Any = {"softmax_scale": softmax_scale, "softcap": softcap, "causal": causal}
-            options |= dict(alibi_slopes=alibi_slopes, window_size=window_size, pack_gqa=pack_gqa)
-            options |= dict(learnable_sink=learnable_sink, return_attn_probs=return_attn_probs)
-            options |= dict(deterministic=deterministic, num_splits=num_splits)
+            options |= {"window_size": window_size, "num_splits": num_splits, "pack_gqa": pack_gqa}
+            options |= {"learnable_sink": learnable_sink, "return_attn_probs": return_attn_probs}
+            options |= {"alibi_slopes": alibi_slopes, "deterministic": deterministic}
             return paths.traced("flash_attn_func", q=q, k=k, v=v, return_lse=return_lse, **options)
         plain = "flash_attn", softmax_scale, *flags
         entry, _ = find((*inputs, *optional), plain=plain, window=window_size)
@@ -224,11 +224,11 @@ def flash_attn_varlen_func(
     if not has_more and is_plain(dropout_p, attention_chunk):
         if torch.compiler.is_dynamo_compiling() and fits_node(inputs, window_size):
             options: Any = {"softmax_scale": softmax_scale, "softcap": softcap, "causal": causal}
-            options |= dict(alibi_slopes=alibi_slopes, window_size=window_size, pack_gqa=pack_gqa)
-            options |= dict(learnable_sink=learnable_sink, return_attn_probs=return_attn_probs)
-            options |= dict(deterministic=deterministic, num_splits=num_splits)
-            options |= dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **lengths)
-            options |= dict(seqused_q=seqused_q, seqused_k=seqused_k, return_lse=return_lse)
+            options |= {"window_size": window_size, "num_splits": num_splits, "pack_gqa": pack_gqa}
+            options |= {"learnable_sink": learnable_sink, "return_attn_probs": return_attn_probs}
+            options |= {"alibi_slopes": alibi_slopes, "deterministic": deterministic}
+            options |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, **lengths}
+            options |= {"seqused_q": seqused_q, "seqused_k": seqused_k, "return_lse": return_lse}
             return paths.traced("flash_attn_varlen_func", q=q, k=k, v=v, **options)
         bounds = as_bound(max_seqlen_q), as_bound(max_seqlen_k)
         plain = "flash_attn_varlen", softmax_scale, *bounds, *flags
