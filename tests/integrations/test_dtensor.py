@@ -218,8 +218,31 @@ def _indices_job(mesh) -> None:
     assert cut.placements == (Shard(2),)
 
 
+def _dropout_job(mesh) -> None:
+    """Ranks with different generators drop the same probabilities, those of rank 0's numbers."""
+    (q, k, v), *_ = _inputs(NHEADS)
+    calls = {
+        "attention": tilewise.attention,
+        "flash_attn_func": tilewise.flash_attn_func,
+        "scaled_dot_product_attention": lambda *qkv, **options: (
+            tilewise.scaled_dot_product_attention(*(x.transpose(1, 2) for x in qkv), **options)
+        ),
+    }
+    for attend in calls.values():
+        torch.manual_seed(0)
+        want = attend(q, k, v, dropout_p=0.5)
+        torch.manual_seed(mesh.get_local_rank())
+        placed = [_leaf(distribute_tensor(x, mesh, [Shard(2)])) for x in (q, k, v)]
+        torch.manual_seed(mesh.get_local_rank())
+        got = attend(*placed, dropout_p=0.5)
+        torch.testing.assert_close(got.full_tensor(), want, rtol=0, atol=0)
+        got.sum().backward()
+        assert all(x.grad.full_tensor().isfinite().all() for x in placed)
+
+
 def test_sharded_attention_is_exact():
     jobs = _features_job, _redistribution_job, _torn_groups_job, _lse_only_job, _indices_job
+    jobs = *jobs, _dropout_job
     run(_on_a_mesh, WORLD, *jobs)
 
 

@@ -17,7 +17,7 @@ from ..ops import attention as ops
 from ..ops import context_parallel as shards
 from ..ops.calls import Entry, find
 from ..problem import OPEN, Call, Extras
-from ..tile.dropout_numbers import check_dropout, draw_rng
+from ..tile.dropout_numbers import check_dropout, draw_rng_of
 from . import invariance, paths
 from .cached import attend_cached, check_cached, is_cached, launch_step, train_cached
 from .call import call, launch
@@ -274,8 +274,8 @@ def attention(
         refuse("cached", **optional, dropout_p=dropout_p or None)
         check_backend(backend)
         cached = Cached(q, k, v, page_table, extras=extras, backend=backend, entry=entry)
-        cached = cached._replace(k_descale=k_descale, v_descale=v_descale)
-        cached = cached._replace(longest=longest_of(max_seqlen_q))
+        longest = longest_of(max_seqlen_q)
+        cached = cached._replace(k_descale=k_descale, v_descale=v_descale, longest=longest)
         options = dict(split_size=split_size, mask_mod=mask_mod, layout=layout, is_cache=is_cache)
         cached = check_cached(cached, numbers, **options)
         if is_cache or not ops.needs_grad((cached.q, cached.k, cached.v, sinks)):
@@ -283,19 +283,11 @@ def attention(
         else:
             outputs = train_cached(cached, deterministic, layout=layout)
         return outputs if return_lse else outputs[0]
-    outputs = _attend_dense(
-        (q, k, v),
-        extras._replace(bias=bias, dropout_rng=dropout_rng if dropout_p else None),
-        numbers=numbers,
-        mask_mod=mask_mod,
-        score_mod=score_mod,
-        block_mask=block_mask,
-        max_seqlen_q=max_seqlen_q,
-        deterministic=deterministic,
-        layout=layout,
-        backend=backend,
-        entry=entry,
-    )
+    extras = extras._replace(bias=bias, dropout_rng=dropout_rng if dropout_p else None)
+    options: Any = dict(mask_mod=mask_mod, score_mod=score_mod, block_mask=block_mask)
+    options |= dict(max_seqlen_q=max_seqlen_q, deterministic=deterministic, layout=layout)
+    options |= dict(numbers=numbers, backend=backend, entry=entry)
+    outputs = _attend_dense((q, k, v), extras, **options)
     return outputs if return_lse else outputs[0]
 
 
@@ -318,7 +310,7 @@ def _attend_dense(
     q, k, v = inputs
     q, k, v = in_order(q, k, v=v, layout=layout, is_packed=is_packed)
     if numbers.dropout_p and extras.dropout_rng is None:
-        extras = extras._replace(dropout_rng=draw_rng(q.device))
+        extras = extras._replace(dropout_rng=draw_rng_of(q))
     sizes = sizes_of(q, k, extras.cu_seqlens_q)
     block_mask = paths.check_block_mask(
         block_mask, sizes, is_packed, has_band=numbers.sides() != (OPEN, OPEN)

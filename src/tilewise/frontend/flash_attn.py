@@ -16,7 +16,7 @@ from ..keywords import refuses_others, unexpected
 from ..ops import context_parallel as shards
 from ..ops.calls import Entry, find
 from ..problem import Extras
-from ..tile.dropout_numbers import check_dropout, draw_rng
+from ..tile.dropout_numbers import check_dropout, draw_rng_of
 from . import fp8, paths
 from .attention import attention
 from .call import call, launch
@@ -324,7 +324,7 @@ def _attend(
     else:
         check_rank(q, k, v=v, words=WORDS)
         chunks = chunk_of_batch(chunk, q, k=k)
-    rng = draw_rng(q.device) if dropout_p else None
+    rng = draw_rng_of(q) if dropout_p else None
     out, lse = call(
         q,
         k,

@@ -16,7 +16,7 @@ from ..mods.flatten import modifiers_by
 from ..ops import context_parallel as shards
 from ..ops.calls import find
 from ..problem import Extras
-from ..tile.dropout_numbers import check_dropout, draw_rng
+from ..tile.dropout_numbers import check_dropout, draw_rng_of
 from . import paths
 from .broadcasting import Batched, batched, over_scores, with_positive_scale
 from .call import call, launch
@@ -148,7 +148,7 @@ def with_lse(
         attn_mask = None
     if type(dropout_p) in (int, float) and dropout_p == 1:  # nothing is kept
         dropout_p, x = 0.0, x._replace(value=x.value * 0)
-    rng = draw_rng(x.query.device) if check_dropout(dropout_p) else None
+    rng = draw_rng_of(x.query) if check_dropout(dropout_p) else None
     bias, modifiers = _masked_by(attn_mask, x)
     query, scale = with_positive_scale(x.query, scale, words=WORDS)
     if not all(a is b for a, b in zip(inputs, (query, x.key, x.value))):

@@ -26,7 +26,7 @@ from ..kernels.common.quantized import (
 from ..kernels.cpu import quantize as plain
 from ..kernels.cpu.quantize import Steps
 from ..tile.rotary import Rotary
-from .attention import known
+from .attention import known, needs_dispatcher
 from .calls import resolved
 from .schema import check_devices, operator, record_of, refusing
 
@@ -62,8 +62,7 @@ def quantize(
     rotary: Rotary | None,
 ) -> Quantized:
     """Quantizes 4-dimensional q, k and v."""
-    is_seen = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
-    if not is_seen and peek_interpreter_stack() is None:
+    if not needs_dispatcher(()) and peek_interpreter_stack() is None:
         return _run(call, inputs, scales=scales, of=of, rotary=rotary)
     tables, steps = (None, None, True) if rotary is None else rotary, call.steps
     arguments = dict(zip(ARGUMENTS, (*inputs, *scales, *of, *tables, *steps)))

@@ -50,7 +50,7 @@ def _forward_rules(q, k, v, *call) -> list[tuple]:
 def _backward_rules(dout, dlse, q, k, v, out, lse, *call) -> list[tuple]:
     rules = []
     for places in _ways(q, k, call=call):
-        places |= {"dout": _if(dout, places["out"]), "dlse": _if(dlse, places["lse"])}
+        places |= {"dout": places["out"], "dlse": None if dlse is None else places["lse"]}
         grads = [places[name] for name in Grads._fields]
         rules.append((grads, [places.get(name) for name in BACKWARD]))
     return rules
@@ -103,8 +103,3 @@ def _groups_stay_whole(nheads: int, nheads_k: int, mesh: tuple[int, ...]) -> boo
     dims = (n for n in range(1, len(mesh) + 1))
     cuts = (math.prod(chosen) for n in dims for chosen in itertools.combinations(mesh, n))
     return all(nheads_k % cut == 0 for cut in cuts if cut <= nheads_k)
-
-
-def _if(tensor: Any, placement: Any) -> Any:
-    """The placement, or None where the optional tensor is absent."""
-    return None if tensor is None else placement

@@ -61,11 +61,9 @@ def one_by_one(call: Callable, size: int, in_dims: Sequence, tensors: Sequence):
     pairs = list(zip(tensors, in_dims))
     rows = [[x if dim is None else x.select(dim, i) for x, dim in pairs] for i in range(size)]
     if not rows:  # zeros give the shapes
-        shapes = [dim if dim is None else x.shape[:dim] + x.shape[dim + 1 :] for x, dim in pairs]
-        rows = [[x if s is None else x.new_zeros(s) for x, s in zip(tensors, shapes)]]
+        rows = [[x if n is None else x.new_zeros(x.shape[:n] + x.shape[n + 1 :]) for x, n in pairs]]
     results = [call(row) for row in rows]
-    count = len(results[0])
-    stacked = [torch.stack([result[n] for result in results])[:size] for n in range(count)]
+    stacked = [torch.stack([x[n] for x in results])[:size] for n in range(len(results[0]))]
     return stacked if type(results[0]) is list else tuple(stacked), 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+import sys
 
 import torch
 
@@ -30,6 +31,14 @@ def draw_rng(device: torch.device | str, generator: torch.Generator | None = Non
         -(2**31), 2**31, (4,), dtype=torch.int32, device=device, generator=generator
     )
     return halves.view(torch.int64)
+
+
+def draw_rng_of(q: Tensor) -> Tensor:
+    """A new (seed, offset) for a call of q; of a DTensor that of one rank, on all of them."""
+    rng = draw_rng(q.device)
+    if type(q) is Tensor or not hasattr(q, "device_mesh"):
+        return rng
+    return sys.modules["torch.distributed.tensor"].distribute_tensor(rng, q.device_mesh)
 
 
 def check_dropout(p: float) -> float:

@@ -12,7 +12,7 @@ from ...frontend.call import call
 from ...frontend.scalars import Numbers
 from ...mods.flatten import modifiers_by
 from ...problem import Extras
-from ...tile.dropout_numbers import check_dropout, draw_rng
+from ...tile.dropout_numbers import check_dropout, draw_rng_of
 from .visible import Band, Run, Starts, Visible
 
 Tensor = torch.Tensor
@@ -87,7 +87,7 @@ def attend(
         return cast(Tensor, out)  # without `return_lse`
     modifiers = modifiers_by(mask.to(q.device))
     scale, softcap, sinks, dropout_p, deterministic, bias = features
-    rng = draw_rng(q.device) if check_dropout(dropout_p) else None
+    rng = draw_rng_of(q) if check_dropout(dropout_p) else None
     extras = Extras(None, sinks, seqused_k=seqused_k, bias=bias, dropout_rng=rng)
     out, _ = call(
         q,
