@@ -73,7 +73,7 @@ def launches_of(call: Call, backend: str, target: str, passes: tuple[str, ...]) 
     launches: list[Launch] = []
     for direction in passes:
         if backend == "hopper":
-            launches += [_hopper_forward(call)] if direction == "fwd" else _hopper_backward(call)
+            launches += _hopper_launches(call, direction)
         elif backend == "portable":
             launches += [shown(x, target) for x in portable_launches(call, target, direction)]
     return launches
@@ -150,13 +150,6 @@ def shown(launch: Any, target: str) -> Launch:
     )
 
 
-def _hopper_forward(call: Call) -> Launch:
-    from ..kernels.hopper.fwd.launch import forward_program
-
-    program = forward_program(call.problem, call.scalars, **operands_for(call, "fwd"))
-    return hopper_launch(program.launches[-1])
-
-
 def hopper_launch(launch: Any) -> Launch:
     """One of Hopper's, whose programs take tile after tile; stages of a backward are for blocks of
     queries.
@@ -167,9 +160,11 @@ def hopper_launch(launch: Any) -> Launch:
     return one._replace(stages=stages, tiles=tiles, pack=pack, is_persistent=True)
 
 
-def _hopper_backward(call: Call) -> list[Launch]:
+def _hopper_launches(call: Call, direction: str) -> list[Launch]:
     from ..kernels.hopper.bwd.launch import backward_program
+    from ..kernels.hopper.fwd.launch import forward_program
 
-    program = backward_program(call.problem, call.scalars, **operands_for(call, "bwd"))
-    names = "hopper_bwd_kernel", "hopper_bwd_query_kernel"
+    plan = forward_program if direction == "fwd" else backward_program
+    program = plan(call.problem, call.scalars, **operands_for(call, direction))
+    names = "hopper_fwd_kernel", "hopper_bwd_kernel", "hopper_bwd_query_kernel"
     return [hopper_launch(x) for x in program.launches if x.kernel.__name__ in names]

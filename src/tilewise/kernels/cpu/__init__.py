@@ -17,7 +17,7 @@ import torch
 from ...mods.derivative import by_loads
 from ...mods.flat import captured_by_score
 from ...problem import INPUTS, Between, Extras, Grads, Problem, Saved, Scalars
-from ..common.outputs import around, empty_grads, empty_out
+from ..common.outputs import around, empty_grads, empty_out, padding_grads, padding_out
 from ..common.quantized import Quantized
 from . import blockwise, flash
 from .dense import Target, copy_sums, make_dense, rows_of, sums_of
@@ -145,8 +145,7 @@ def _forward_packed(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Extras, scalars: Scalars
 ) -> tuple[Tensor, Tensor]:
     """`out` and `lse` of packed sequences, each of which is a call of its own."""
-    out, lse = empty_out(q, problem.headdim_v)
-    out.zero_(), lse.fill_(-torch.inf)  # rows that are not used
+    out, lse = padding_out(problem, q)  # so that rows that are not used have theirs
     alone = _as_one(problem)
     for i, (queries, keys, of_one) in enumerate(_sequences(extras)):
         parts = forward(alone, q[:, queries], k[:, keys], v[:, keys], of_one, scalars, first=i)
@@ -159,10 +158,7 @@ def _backward_packed(
 ) -> Grads:
     """Gradients of packed sequences, each of which is a call of its own."""
     dout, dlse, q, k, v, out, lse = saved
-    grads = empty_grads(problem, q, k=k, v=v, extras=extras)
-    for grad in grads:
-        if grad is not None:
-            grad.zero_()
+    grads = padding_grads(problem, saved, extras)
     sums = sums_of(grads, lse)
     alone = _as_one(problem)
     for i, (queries, keys, of_one) in enumerate(_sequences(extras)):
