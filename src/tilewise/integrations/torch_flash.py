@@ -62,9 +62,7 @@ def attend(arguments: FlashArguments) -> tuple[Tensor, Tensor]:
     if arguments.block_table is not None:
         return _attend_pages(arguments)
     q, k, v = _in_batch(arguments.cum_seq_q is not None, arguments[:INPUTS])
-    extras = _extras(arguments)
-    call = _checked(arguments, q, k=k, v=v, extras=extras)
-    call = ops.known_call(call, (q, k, v, *extras.tensors))
+    call, extras = _checked(arguments, q, k=k, v=v)
     out, lse = ops.run_forward(call, q, k=k, v=v, extras=extras)
     if arguments.cum_seq_q is not None:
         return out.squeeze(0), lse.squeeze(0)
@@ -99,9 +97,7 @@ def differentiate(saved: Saved, arguments: FlashArguments) -> tuple[Tensor, Tens
     is_packed = arguments.cum_seq_q is not None
     tensors = saved.dout, saved.q, saved.k, saved.v, saved.out
     dout, q, k, v, out = _in_batch(is_packed, tensors)
-    extras = _extras(arguments)
-    call = _checked(arguments, q, k=k, v=v, extras=extras)
-    call = ops.known_call(call, (q, k, v, *extras.tensors))
+    call, extras = _checked(arguments, q, k=k, v=v)
     lse = saved.lse.contiguous()
     lse = lse.unsqueeze(0) if is_packed else lse
     grads = ops.run_backward(call, Saved(dout, None, q, k=k, v=v, out=out, lse=lse), extras=extras)
@@ -135,17 +131,14 @@ def _in_batch(is_packed: bool, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...
     return tuple(x.unsqueeze(0) for x in rows) if is_packed else tuple(rows)
 
 
-def _extras(arguments: FlashArguments) -> Extras:
-    return Extras(
+def _checked(arguments: FlashArguments, q: Tensor, k: Tensor, v: Tensor) -> tuple[Call, Extras]:
+    """torch's call as one of ours: causal is bottom-right, and closes a window to the right."""
+    extras = Extras(
         arguments.alibi_slopes,
         seqused_k=arguments.seqused_k,
         cu_seqlens_q=arguments.cum_seq_q,
         cu_seqlens_k=arguments.cum_seq_k,
     )
-
-
-def _checked(arguments: FlashArguments, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> Call:
-    """torch's call as one of ours: causal is bottom-right, and closes a window to the right."""
     left, right = (
         OPEN if size is None or size < 0 else size
         for size in (arguments.window_size_left, arguments.window_size_right)
@@ -164,7 +157,7 @@ def _checked(arguments: FlashArguments, q: Tensor, k: Tensor, v: Tensor, extras:
     check_values(q, k, extras=extras, words=WORDS)
     starts, used = (extras.cu_seqlens_q, extras.cu_seqlens_k), (None, arguments.seqused_k)
     check_longest({"max_q": arguments.max_q, "max_k": arguments.max_k}, starts, used)
-    return call
+    return ops.known_call(call, (q, k, v, *extras.tensors)), extras
 
 
 # the operators, as torch calls them
