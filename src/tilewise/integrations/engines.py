@@ -1,5 +1,5 @@
-"""What serving engines share: where the tokens of a step are, and a layer with the two calls of
-tilewise that it makes, `append` and `attend`.
+"""What serving engines share: where the tokens of a step are, and a layer with the calls of
+tilewise that it makes, `append` and `attend`, or without a cache `attend_within`.
 
 An engine keeps keys and values in pages, and packs the tokens of all requests end to end. Its
 tensors are passed on as they are: never copied, and never read on the host, so that a CUDA graph
@@ -94,4 +94,19 @@ class Layer:
             return_lse=return_lse,
             **self.scores,
             **self.descales,
+        )
+
+    def attend_within(
+        self, q: Tensor, k: Tensor, v: Tensor, *, step: Step, return_lse: bool = False
+    ) -> Any:
+        """Attention of a step's queries to the keys and values of the step alone."""
+        return attention(
+            q,
+            k,
+            v,
+            cu_seqlens_q=step.cu_seqlens_q,
+            cu_seqlens_k=step.cu_seqlens_q,
+            max_seqlen_q=step.max_seqlen_q,
+            return_lse=return_lse,
+            **self.scores,
         )

@@ -12,7 +12,6 @@ import torch
 from vllm import envs
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
-from ...frontend.attention import attention
 from ...frontend.invariance import batch_invariant
 from ..engines import Layer
 from .metadata import TilewiseMetadata
@@ -129,7 +128,8 @@ class TilewiseImpl(AttentionImpl[Any]):
         if attn_metadata is None:  # vLLM measures memory
             return output.fill_(0)
         if self.is_encoder:
-            return self._encode(query, key, value=value, step=attn_metadata, output=output)
+            encode = self.layers[False].attend_within
+            return output.copy_(encode(query, key, v=value, step=attn_metadata))
         is_causal = attn_metadata.causal and self.attn_type == AttentionType.DECODER
         k_cache, v_cache = self._sides(kv_cache)
         if attn_metadata.context is not None:
@@ -140,21 +140,6 @@ class TilewiseImpl(AttentionImpl[Any]):
         ours = self._scaled(layer, causal=is_causal)
         ours.attend(query, attn_metadata, k_cache=k_cache, v_cache=v_cache, out=output)
         return output
-
-    def _encode(
-        self, query: Tensor, key: Tensor, *, value: Tensor, step: TilewiseMetadata, output: Tensor
-    ) -> Tensor:
-        """Attention of packed sequences to themselves, without a cache."""
-        out: Any = attention(
-            query,
-            key,
-            value,
-            cu_seqlens_q=step.cu_seqlens_q,
-            cu_seqlens_k=step.cu_seqlens_q,
-            max_seqlen_q=step.max_seqlen_q,
-            **self.layers[False].scores,
-        )
-        return output.copy_(out)
 
     def _scaled(self, layer: Any, causal: bool) -> Layer:
         """Our layer, with the scales of vLLM's, which a new checkpoint may change."""

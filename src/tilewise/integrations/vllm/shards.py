@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from vllm.distributed.parallel_state import get_dcp_group, get_dcp_world_size_and_rank
 
-from ...frontend.attention import attention
 from ..engines import Layer, Step
 
 Tensor = torch.Tensor
@@ -74,15 +73,7 @@ def attend_shards(
     caches = dict(k_cache=k_cache, v_cache=v_cache)
     out, lse = layers[False].attend(all_heads, step.context, **caches, return_lse=True)
     out, lse = merge_ranks(out, lse)
-    new_out, new_lse = attention(
-        query,
-        key,
-        value,
-        cu_seqlens_q=step.cu_seqlens_q,
-        cu_seqlens_k=step.cu_seqlens_q,
-        max_seqlen_q=step.max_seqlen_q,
-        return_lse=True,
-        **layers[step.causal].scores,
-    )
+    within = layers[step.causal].attend_within
+    new_out, new_lse = within(query, key, v=value, step=step, return_lse=True)
     total = torch.logaddexp(lse, new_lse)
     return _share(out, lse, total=total) + _share(new_out, new_lse, total=total)
