@@ -23,7 +23,6 @@ from .expressions import BOOL, Node
 from .masks import Mask
 from .trace_cache import Same
 
-Tensor = torch.Tensor
 Create = TypeVar("Create", bound=Callable[..., Any])
 BlockMask = Any  # `block_mask.BlockMask`, whose file imports this one, and its class
 # Its arguments of create_block_mask, as ours; some choose how torch makes or walks a mask

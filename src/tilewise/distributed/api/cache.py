@@ -286,7 +286,7 @@ class CacheShards:
         states = self._gather(states)
         if backend is cpu_cache:
             return cache_states.fold_states(cached, states, turn)
-        from ...kernels.portable.piece_states import fold_states  # imports Triton
+        from ...kernels.portable.decode_launch import fold_states  # imports Triton
 
         return fold_states(cached, states, used=used, turn=turn)
 

@@ -17,6 +17,7 @@ from ..common.arguments import features_of, numbers_of, optionals_of, scales_of,
 from ..common.building import num_sms
 from ..common.cached import Cached
 from ..common.decode_step import DecodeStep, run
+from ..common.outputs import empty_out
 from ..common.program import Launch, checked
 from .decode import Cache, Partials, attn_fold_kernel, attn_split_kernel
 from .plan import padded_headdims
@@ -208,6 +209,30 @@ def launches_of_states(
 
 
 write_states = functools.partial(piece_states.write_states, launches_of_states)
+
+
+def fold_states(cached: Cached, states: Tensor, used: Tensor, turn: int) -> tuple[Tensor, Tensor]:
+    """`out` and `lse` of the states of all ranks, (ranks, ...), of sequences of so many keys;
+    `turn` as `by_position` has it.
+    """
+    q, headdim_v = cached.q, cached.v.shape[3]
+    planes = piece_states.by_position(states, q, headdim_v, turn)
+    room = len(planes[0]) * cached.piece_size
+    out, lse = empty_out(q, headdim_v)
+    extras = cached.extras._replace(seqused_k=used, captured=planes)
+    whole = cached._replace(extras=extras, mask="")
+    run(whole, out, lse, functools.partial(launches_of_fold, room=room))
+    return out, lse
+
+
+def launches_of_fold(
+    cached: Cached, problem: Problem, out: Any, lse: Any, work: Any, room: int
+) -> list[Launch]:
+    """The launch that folds states, which were captured."""
+    acc_o, numbers = cached.extras.captured
+    states = piece_states.states_at(acc_o, numbers)
+    cached = cached._replace(extras=cached.extras._replace(captured=()))
+    return launches_of(cached, problem, out, lse, work, states=states, room=room)[1:]
 
 
 def most_blocks(batch: int, rows: int, tokens: int, is_packed: bool) -> int:
