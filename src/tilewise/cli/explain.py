@@ -124,12 +124,7 @@ def explain(
         raise click.UsageError("--dtype fp8 is of forwards, without --cache and --png")
     page = sys.modules[__name__]
     with in_words():
-        if options["dtype"] in FP8:
-            from ..explain.dense import explain_fp8
-
-            options.pop("deterministic")
-            explanation = explain_fp8(shape_of(**options), target, card=card, backend=backend)
-        elif has_cache:
+        if has_cache:
             from ..explain.cache import explain_cache
             from . import explain_cache as page
 

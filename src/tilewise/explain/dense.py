@@ -18,7 +18,7 @@ from .answers import CPU, Answer, Explanation, Work, answers_of, chosen_of, comp
 from .call import Call, call_of
 from .cards import Card, cpu_roof
 from .launches import Launch, launches_of
-from .shapes import RELATIVE, Shape
+from .shapes import FP8, RELATIVE, Shape
 from .traffic import PASSES, moved, visited_tiles
 
 MATMULS = {  # S again in the backward; the portable one has S and dP twice
@@ -45,6 +45,8 @@ def explain(
 
     ImportError where its kernels cannot be looked at for want of Triton.
     """
+    if shape.dtype == FP8:
+        return explain_fp8(shape, target, card, backend)
     few = shape if shape.lengths else shape._replace(batch=min(shape.batch, 2))
     call = call_of(few, deterministic)  # the rest of the batch brings more tiles, and no others
     answers = answers_of_call(call, target)
