@@ -128,7 +128,7 @@ def has_lazy(tensors: Iterable[Tensor | None]) -> bool:
 
 def resolved(tensors: Iterable[Tensor | None]) -> list[Any]:
     """The tensors as their memory says. A tensor is a differentiable function of its own."""
-    return [x if x is None else x.resolve_neg() for x in tensors]
+    return [x.resolve_neg() if isinstance(x, Tensor) else x for x in tensors]
 
 
 def is_read(x: Tensor) -> bool:

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...errors import ArgumentError
+from ...errors import ArgumentError, a_type
+from ...frontend.checks import check_tensor
 from ...frontend.scalars import Window
 from .work import KeyRun, Run, Span, band_of, pairs
 
@@ -243,6 +244,12 @@ class Layout:
         return "\n".join([", ".join(title), *lines])
 
     def _dim(self, x: Tensor, dim: int | None) -> int:
+        check_tensor("what a layout deals", x)
+        if not x.dim() or (dim is not None and dim not in range(-x.dim(), x.dim())):
+            raise ArgumentError(
+                f"dim={dim}: a tensor of shape {tuple(x.shape)} has no such dimension; name that "
+                "of tokens"
+            )
         return min(1, x.dim() - 1) if dim is None else dim % x.dim()
 
     def _gathered(self, x: Tensor, dim: int | None) -> list[Tensor]:
@@ -273,6 +280,8 @@ def check_starts(cu_seqlens: Sequence[int] | Tensor, seqlen: int | None = None) 
     """Checks where documents begin and the last one ends, and returns ints."""
     if isinstance(cu_seqlens, Tensor):
         starts = tuple(cu_seqlens.tolist())
+    elif not hasattr(cu_seqlens, "__iter__"):
+        raise ArgumentError(f"cu_seqlens is {a_type(cu_seqlens)}: it must be a list or a tensor")
     else:
         starts = tuple(int(x) for x in cu_seqlens)
     seqlen = starts[-1] if seqlen is None and starts else seqlen
