@@ -184,6 +184,16 @@ def test_hints_change_nothing(hint):
     assert torch.equal(tilewise.flash_attn_varlen_func(*packed, **hint), want)
 
 
+def test_bounds_of_lengths_may_be_numpys():
+    q, starts = torch.randn(8, 4, 16), torch.tensor([0, 3, 8], dtype=torch.int32)
+    want = tilewise.flash_attn_varlen_func(q, q, q, starts, starts, 5, 5)
+    for bound in (np.int64(5), np.int32(2**20)):
+        got = tilewise.flash_attn_varlen_func(q, q, q, starts, starts, bound, bound)
+        assert torch.equal(got, want)
+    with pytest.raises(ArgumentError, match="max_seqlen_q=.*it must be an int"):
+        tilewise.flash_attn_varlen_func(q, q, q, starts, starts, np.float64(5), 5)
+
+
 @pytest.mark.parametrize(
     "hint", [{"num_splits": -1}, {"num_splits": 1.5}, {"pack_gqa": "no"}], ids=str
 )

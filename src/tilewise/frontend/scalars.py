@@ -212,8 +212,8 @@ def check_bounds(*bounds: int | Tensor | None) -> None:
         if isinstance(bound, Tensor):  # its number is on its device, and not waited for
             is_right = bound.numel() == 1 and not bound.dtype.is_floating_point
         else:
-            is_number = isinstance(bound, (int, torch.SymInt)) and not isinstance(bound, bool)
-            is_right = bound is None or (is_number and not holds(bound < 0, False))
+            number = as_int(bound)
+            is_right = bound is None or (number is not None and not holds(number < 0, False))
         if not is_right:
             raise ArgumentError(
                 f"{name}={bound!r}: it must be an int, at least 0, or None to leave it out"
@@ -241,5 +241,5 @@ def is_long(max_seqlen_q: int | Tensor | None) -> bool:
     """Whether packed sequences may be long. A tensor's number is on its device, and nothing here is
     worth a wait.
     """
-    is_known = isinstance(max_seqlen_q, (int, torch.SymInt))
+    is_known = isinstance(max_seqlen_q, (numbers.Integral, torch.SymInt))
     return is_known and holds(max_seqlen_q > LONG_SEQLEN, False)
