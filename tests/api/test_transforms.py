@@ -10,7 +10,9 @@ from torch.autograd.functional import jacobian
 from torch.func import grad, hessian, jacrev, jvp, vmap
 
 import tilewise
+from tilewise.mods import document
 from tilewise.ops import attention as ops
+from tilewise.sparse import create_block_mask
 
 SIZE, BATCH, SEQLEN = 3, 2, 7
 FP8 = torch.float8_e4m3fn
@@ -168,6 +170,20 @@ def test_vmap_of_grad_of_what_a_score_function_captured():
     torch.testing.assert_close(got, want)
     temperatures = partial(temperature, q)
     torch.testing.assert_close(jacrev(temperatures)(slopes[0]), jacobian(temperatures, slopes[0]))
+
+
+def test_a_block_mask_of_mapped_documents_is_refused_by_name():
+    q, k, v = qkv()
+    documents = torch.randint(0, 2, (SIZE, SEQLEN), dtype=torch.int32)
+
+    def by_blocks(ids):
+        blocks = create_block_mask(document(ids), 1, 1, SEQLEN, SEQLEN)
+        return tilewise.attention(q, k, v, block_mask=blocks)
+
+    with pytest.raises(NotImplementedError, match=r"inside torch\.vmap: .*mask_mod"):
+        vmap(by_blocks)(documents)
+    got = vmap(lambda ids: tilewise.attention(q, k, v, mask_mod=document(ids)))(documents)
+    torch.testing.assert_close(got, torch.stack([by_blocks(ids) for ids in documents]))
 
 
 NOTHING = {

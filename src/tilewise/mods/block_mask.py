@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any, Never
 
 import torch
+from torch._C._functorch import is_batchedtensor
 
 from ..errors import ArgumentError
 from ..keywords import refuses_others, unexpected
@@ -219,6 +220,8 @@ def create_block_mask(
     if unknown:
         raise unexpected("tilewise.sparse.create_block_mask", unknown)
     mask = masks.mask(mask)
+    if any(map(is_batchedtensor, mask.tensors)):  # lists are as long as their values say
+        raise NotImplementedError("create_block_mask inside torch.vmap: pass its mask as mask_mod")
     batch, nheads = (1 if n is None else n for n in (batch, nheads))
     block = (block, block) if isinstance(block, int) else block
     shape = (batch, nheads, seqlen_q, seqlen_k)
