@@ -110,3 +110,11 @@ def test_an_append_has_no_transform():
     with pytest.raises(NotImplementedError, match=r"cache\.append inside torch\.vmap or another"):
         torch.func.grad(attend)(torch.ones(()))
     assert not caches.any()
+
+
+@pytest.mark.parametrize("is_mapped", [False, True])
+def test_pieces_with_a_gradient_are_refused_by_name(is_mapped):
+    q = torch.randn(2, 1, 8, 2, 16)
+    gradient = torch.func.grad(lambda q: tilewise.attention(q, q, q, split_size=4).sum())
+    with pytest.raises(NotImplementedError, match=r"split_size with a gradient.*torch\.func"):
+        torch.func.vmap(gradient)(q) if is_mapped else gradient(q[0])

@@ -68,10 +68,10 @@ def train(cached: Cached, deterministic: bool) -> tuple[Tensor, Tensor]:
             "mask_mod with split_size and a gradient: positions count from the first key here and "
             "from the first query in the backward; pass as many queries as keys"
         )
-    if needs_dispatcher((q, k, v, *cached.extras.tensors)):
+    if needs_dispatcher((q, k, v, *cached.extras.tensors)) or peek_interpreter_stack() is not None:
         raise NotImplementedError(
-            "split_size with a gradient under a compiler, a dispatch mode or with a tensor "
-            "subclass is not supported: call it eagerly, or leave out split_size"
+            "split_size with a gradient under a compiler, torch.func, a dispatch mode or with a "
+            "tensor subclass is not supported: call it eagerly, or leave out split_size"
         )
     q, k, v = (x if x.data_ptr() % ALIGNMENT == 0 else x.clone() for x in (q, k, v))
     problem = cached.problem._replace(deterministic=deterministic)
