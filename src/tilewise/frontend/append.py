@@ -158,13 +158,13 @@ def _batch(new: Append) -> int:
 
 def _check_rows(new: Append) -> None:
     starts, named = new.cu_seqlens_q, list(zip(Append._fields[:4], new[:4]))
-    if starts is not None:
-        checks.check_form("cu_seqlens_q", starts, q=new.k, of="k")
     for name, x in named:
         is_packed = starts is not None or (new.slots is not None and getattr(x, "ndim", 0) == 3)
         dims = 3 if name in ("k", "v") and is_packed else 4
         form = "(total, nheads_k, headdim)" if dims == 3 else "of 4 dimensions"
         checks.check_dims(name, x, dims=dims, remedy=f"it must be {form}")
+    if starts is not None:
+        checks.check_form("cu_seqlens_q", starts, q=new.k, of="k")
     checks.check_rows(named)
     names = "k", "k_cache", "v_cache"
     stored = checks.check_cache_dtypes(new.k, new.k_cache, v=new.v_cache, names=names)

@@ -291,7 +291,7 @@ def _attend(
         shards.refuse_shards()
         used, starts = extras.seqused_k, extras.cu_seqlens_k
         if used is None and starts is not None:
-            check_form("cu_seqlens_k", starts, q=inputs[0])
+            check_form("cu_seqlens_k", starts, q=starts)
             used = starts.diff()
         numbers = numbers._replace(window=numbers.sides("window_size"))
         return _by_attention(
