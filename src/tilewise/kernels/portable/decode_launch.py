@@ -166,13 +166,13 @@ def launches_of(
     all_rows = q.shape[:-2].numel() * problem.nheads
     need = pieces * all_rows * (problem.headdim_v + 2) * 4
     in_one = states is None and (pieces <= lead or need > workspace)
-    partials = Partials(None, None, None, 0, blocks, None)
-    if states is not None:
-        lead, (acc_o, m_i, l_i) = 1, states
-        partials = Partials(acc_o, m_i, l_i, rows=all_rows, blocks=blocks, lead=None)
-    elif not in_one:
-        acc_o, m_i, l_i = piece_states.states_in(work, (pieces, all_rows), problem.headdim_v)
-        partials = Partials(acc_o, m_i, l_i, all_rows, blocks, lead if lead > 1 else None)
+    lead = lead if states is None else 1
+    partials = Partials(None, None, None, rows=0, blocks=blocks, lead=None)
+    if not in_one:
+        of_pieces = pieces, all_rows
+        acc_o, m_i, l_i = states or piece_states.states_in(work, of_pieces, problem.headdim_v)
+        several = lead if lead > 1 else None
+        partials = Partials(acc_o, m_i, l_i, rows=all_rows, blocks=blocks, lead=several)
     scales = dict(k_scale=cached.k_descale, v_scale=cached.v_descale)
     cache = cache_of(k, cached.v, table=cached.page_table, **scales)
     if has_room and cache.page_table is not None and cache.page_size > 0:
