@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from tilewise import mods
 from tilewise.kernels.hopper.bwd import launch as hopper_backward
 from tilewise.kernels.hopper.fwd import launch as hopper
-from tilewise.kernels.hopper.tile_counter import counter
+from tilewise.kernels.hopper.tile_counter import counters
 from tilewise.kernels.portable import launch as portable
 from tilewise.mods.flatten import modifiers_of
 from tilewise.problem import Extras, Saved, Scalars, describe
@@ -122,7 +122,7 @@ def call(backend, extras, shape, headdim=128, causal=False, left=-1, determinist
         ends()
     if backend == "hopper":
         stream = torch._C._cuda_getCurrentRawStream(q.device.index)
-        assert counter(q.device, q.device.index, stream).item() == 0
+        assert counters(q.device, q.device.index, stream, count=1).item() == 0
     assert arena.is_whole()
     assert all(map(torch.equal, given, before))
     return out, lse, *grads[:4]
